@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Generic, TypeVar
 
-from agentloop.aio import OwnedTasks, in_daemon_thread
+from agentloop.concurrency.aio import OwnedTasks, in_daemon_thread
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, error_line
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from agentloop.endings import NOT_THE_POLICYS
 from agentloop.errors import RewardError
 from agentloop.types import TRUNCATIONS, FinishReason, FloatArray, TokenPath, Trajectory
+from agentloop.values.endings import NOT_THE_POLICYS
 
 MAX_NAMES = 256
 """Components, and likewise metrics, of one trajectory."""

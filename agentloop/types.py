@@ -1,7 +1,7 @@
-"""The values that move through the service. Frozen inside a process; `codec.py` puts them on a wire.
+"""The values that move through the service. Frozen inside a process; `values/codec.py` puts them on a wire.
 
 Token ids are plain `int`s while a turn is built and `int32` arrays in a finished trajectory. A weight version is
-the trainer's counter: an integer; 0 is one. How tokens are sampled is in `sampling.py`.
+the trainer's counter: an integer; 0 is one. How tokens are sampled is in `values/sampling.py`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from agentloop.capabilities import ANYTHING, Capabilities
-from agentloop.endings import FAILURES as FAILURES
-from agentloop.endings import NOT_THE_POLICYS, FailureClass, failure_of_end
-from agentloop.endings import TRUNCATIONS as TRUNCATIONS
-from agentloop.endings import StopReason as StopReason
 from agentloop.errors import NotFound
 from agentloop.images import Image, ImageRef, ImageSpan
-from agentloop.sampling import Constraint as Constraint
-from agentloop.sampling import ConstraintKind as ConstraintKind
-from agentloop.sampling import LogprobsMode, SamplingOptions, TurnSampling
-from agentloop.sampling import SamplingParams as SamplingParams
-from agentloop.sampling import VersionDemand as VersionDemand
+from agentloop.values.capabilities import ANYTHING, Capabilities
+from agentloop.values.endings import FAILURES as FAILURES
+from agentloop.values.endings import NOT_THE_POLICYS, FailureClass, failure_of_end
+from agentloop.values.endings import TRUNCATIONS as TRUNCATIONS
+from agentloop.values.endings import StopReason as StopReason
+from agentloop.values.sampling import Constraint as Constraint
+from agentloop.values.sampling import ConstraintKind as ConstraintKind
+from agentloop.values.sampling import LogprobsMode, SamplingOptions, TurnSampling
+from agentloop.values.sampling import SamplingParams as SamplingParams
+from agentloop.values.sampling import VersionDemand as VersionDemand
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """For each sampled token the likeliest (id, logprob), best first."""

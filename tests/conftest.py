@@ -11,8 +11,8 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from agentloop import aio
-from agentloop.logs import close_logging
+from agentloop.concurrency import aio
+from agentloop.observability.logs import close_logging
 from agentloop.plugins import resolve
 from agentloop.storage.home import Home
 from tests.support.service.postgres_server import PostgresServer

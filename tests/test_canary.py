@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from agentloop.canary import (
+from agentloop.engine.canary import (
     CANARY_PREFIX,
     UniformLogprobWatch,
     canary_deadline_s,
     canary_request,
     find_weight_fault,
 )
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
 from agentloop.errors import InvalidRequest
 from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.types import FinishReason, Generation, WeightVersionSpan

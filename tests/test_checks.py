@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentloop.capabilities import CONSTRAINTS
-from agentloop.checks import check_checkpoint, check_generation, check_request, room_tokens
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
 from agentloop.errors import (
     CheckpointUnreadable,
     ContextLengthExceeded,
@@ -20,7 +18,6 @@ from agentloop.errors import (
     MalformedEngineResponse,
     UnsupportedParameter,
 )
-from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -30,6 +27,9 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
+from agentloop.values.capabilities import CONSTRAINTS
+from agentloop.values.checks import check_checkpoint, check_generation, check_request, room_tokens
+from agentloop.values.sampling import LogprobsMode
 
 INFO = EngineInfo("fake", max_context_tokens=10, vocab_size=100, block_size=4, kv_capacity_tokens=40, max_running=2)
 REQUEST = GenerateRequest("r", (1, 2, 99), SamplingParams(max_tokens=3, stop_token_ids=(7,)))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from agentloop.clock import Clock, RealClock, VirtualClock
+from agentloop.concurrency.clock import Clock, RealClock, VirtualClock
 
 
 def test_an_hour_passes_at_once() -> None:

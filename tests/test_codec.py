@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentloop import codec
 from agentloop.errors import InvalidRequest
 from agentloop.types import (
     FinishReason,
@@ -24,6 +23,7 @@ from agentloop.types import (
     Turn,
     WeightVersionSpan,
 )
+from agentloop.values import codec
 
 
 def path() -> TokenPath:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.endings import FAILURES, FailureClass, StopReason, failure_of_end
 from agentloop.score import judged
 from agentloop.types import Timings
+from agentloop.values.endings import FAILURES, FailureClass, StopReason, failure_of_end
 from tests.support.records.samples import make_trajectory
 
 POLICY, TOOL, INFRASTRUCTURE = FailureClass.POLICY, FailureClass.TOOL, FailureClass.INFRASTRUCTURE

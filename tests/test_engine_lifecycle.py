@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from agentloop.engine import ALL_MEMORY, MemoryTag
-from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag
+from agentloop.engine.lifecycle import EngineLifecycle, EnginePhase
 from agentloop.errors import Conflict, EngineLost, EngineUnusable, InvalidRequest, WeightUpdateFailed
 from agentloop.types import KVPolicy
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from agentloop.engine import Adapter
+from agentloop.engine.adapters import HeldAdapters
+from agentloop.engine.interface import Adapter
 from agentloop.errors import AdapterInUse, AdaptersFull, ModelNotFound, WeightVersionNotServed
-from agentloop.held_adapters import HeldAdapters
 from agentloop.types import GenerateRequest, SamplingParams, VersionDemand
 
 

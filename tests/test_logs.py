@@ -10,7 +10,7 @@ import orjson
 import pytest
 import structlog
 
-from agentloop.logs import LogRotation, close_logging, configure_logging
+from agentloop.observability.logs import LogRotation, close_logging, configure_logging
 
 log = structlog.stdlib.get_logger("agentloop.tests")
 
@@ -117,7 +117,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import structlog
-from agentloop.logs import LogRotation, configure_logging
+from agentloop.observability.logs import LogRotation, configure_logging
 configure_logging(Path(sys.argv[1]), rotation=LogRotation(int(sys.argv[3]), 40))
 for number in range(300):
     structlog.stdlib.get_logger().info("line", writer=sys.argv[2], number=number, padding="x" * 1500)

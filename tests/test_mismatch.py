@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentloop.errors import InvalidRequest
-from agentloop.mismatch import MismatchMonitor, mismatch
+from agentloop.values.mismatch import MismatchMonitor, mismatch
 
 P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.3, 0.2, 0.1])  # behaviour and trainer
 

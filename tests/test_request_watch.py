@@ -7,10 +7,10 @@ import asyncio
 import pytest
 import uvloop
 
-from agentloop.engine import Progress
-from agentloop.engine_lifecycle import EngineLifecycle
+from agentloop.engine.interface import Progress
+from agentloop.engine.lifecycle import EngineLifecycle
+from agentloop.engine.request_watch import ReportPace, RequestWatch
 from agentloop.errors import DeadlineExceeded
-from agentloop.request_watch import ReportPace, RequestWatch
 from agentloop.types import GenerateRequest, SamplingParams
 
 

@@ -2,10 +2,8 @@
 
 import pytest
 
-from agentloop.engine import Delta
+from agentloop.engine.interface import Delta
 from agentloop.errors import InvariantBroken
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     FinishReason,
     Load,
@@ -15,6 +13,8 @@ from agentloop.types import (
     shifted_spans,
     tiling_problem,
 )
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 
 
 def spans(*triples):

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop import codec
-from agentloop.sampling import (
+from agentloop.values import codec
+from agentloop.values.sampling import (
     MAX_RECORDED_CONSTRAINT_CHARS,
     Constraint,
     ConstraintKind,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentloop import codec
 from agentloop.errors import RewardError
 from agentloop.score import PathScore, Score, ended, resolved, score_of, scored, scored_group
 from agentloop.types import FinishReason, SplitReason, StopReason, Trajectory
+from agentloop.values import codec
 from tests.support.records.samples import make_path, make_trajectory
 
 TOKENS = np.arange(8, dtype=np.float32)

@@ -30,8 +30,8 @@ from typing import IO, Any, Protocol, cast
 import orjson
 import structlog
 
-from agentloop.aio import LoopThread, in_daemon_thread, ordinary, settle
 from agentloop.api.requests import task_fields
+from agentloop.concurrency.aio import LoopThread, in_daemon_thread, ordinary, settle
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.score import Score

@@ -20,13 +20,21 @@ from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.flight import Flight, FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage, is_seen, shown_id
-from agentloop.capabilities import NO_NEEDS, Feature, Needs
-from agentloop.codec import decode, encode
-from agentloop.engine import EngineInfo, GroupInit, HeldIn, MemoryTag, PullVersion, TransferPart, WeightUpdate
+from agentloop.engine.interface import (
+    EngineInfo,
+    GroupInit,
+    HeldIn,
+    MemoryTag,
+    PullVersion,
+    TransferPart,
+    WeightUpdate,
+)
 from agentloop.errors import AgentLoopError, InvalidRequest, from_wire
 from agentloop.images import Image
-from agentloop.metrics import MetricsPage, MetricsReport
+from agentloop.observability.metrics import MetricsPage, MetricsReport
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
+from agentloop.values.capabilities import NO_NEEDS, Feature, Needs
+from agentloop.values.codec import decode, encode
 
 MAX_CALL_BYTES = 256 * 2**20
 """Bytes of one call: of a submission, or of records."""
@@ -525,7 +533,7 @@ class ReplicaPort(Protocol):
     async def starting(self, replica_id: str, software: str) -> bool:
         """Ask for leave to take memory; False: ask again. A permitted replica repeats the call until it registers.
 
-        Raises InvalidRequest if its `software`, as `agentloop_servers.host` names it, is not the service's.
+        Raises InvalidRequest if its `software`, as `agentloop_servers.cluster.host` names it, is not the service's.
         """
 
     async def register(self, registration: ReplicaRegistration) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from agentloop import codec
 from agentloop.api.facts import Values, facts_of
 from agentloop.types import StopReason, Trajectory
+from agentloop.values import codec
 
 
 @dataclass(frozen=True, slots=True)

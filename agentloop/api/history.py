@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentloop.metrics import Labels
+from agentloop.observability.metrics import Labels
 
 HISTORY_S = 900.0
 
@@ -17,8 +17,9 @@ HISTORY_FAMILIES = frozenset(
         *("trajectories_total", "turn_tokens_total", "tokens_lost_total", "paused_seconds_total"),
     )
 )
-"""Names in `agentloop.metrics.FAMILIES`: about ten series a replica, and some thirty of the service. Counters are
-totals, of which readers take differences."""
+"""Names in `FAMILIES` of `observability/metrics.py`: about ten series per replica, some thirty of the service.
+
+Counters are totals; readers take differences."""
 
 
 @dataclass(frozen=True, slots=True)

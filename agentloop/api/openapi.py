@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from agentloop import codec
 from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.facts import FactsPage, NotableRecord, RecordPage
 from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.types import Generation
+from agentloop.values import codec
 
 SCHEMA_PREFIX = "#/components/schemas/"
 

@@ -2,8 +2,8 @@
 
 Request bodies are strict: a string is no number, a bool is no integer, unknown fields and numbers that are not
 finite are refused, and each list and string has a bound. An integer may be written `1.0`: JSON has one number type.
-If a key occurs twice, the last value counts. The shapes are those of `types.py` and `engine.py`, so conversion is
-`codec`; fields without a dataclass field are not on the wire.
+If a key occurs twice, the last value counts. The shapes are those of `types.py` and `engine/interface.py`, which
+`values/codec.py` converts; fields without a dataclass field are not on the wire.
 """
 
 from __future__ import annotations
@@ -28,23 +28,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema, from_json
 
-from agentloop import codec
 from agentloop.api.annotations import AnnotationScope, SampleAnnotation, annotation_in
 from agentloop.api.coordinator import AdapterPush, RolloutTerms
-from agentloop.checks import (
-    MAX_BIAS,
-    MAX_CONSTRAINT_CHARS,
-    MAX_LOGIT_BIASES,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_TEMPERATURE,
-    MAX_TOP_K,
-    MAX_TOP_LOGPROBS,
-    MIN_REPETITION_PENALTY,
-    MIN_TEMPERATURE,
-)
-from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.images import MAX_IMAGE_URL_CHARS, Image, data_url, each_once, parts_of, read_image, shown
 from agentloop.types import (
@@ -57,6 +43,20 @@ from agentloop.types import (
     SamplingParams,
     StalenessLimit,
     VersionDemand,
+)
+from agentloop.values import codec
+from agentloop.values.checks import (
+    MAX_BIAS,
+    MAX_CONSTRAINT_CHARS,
+    MAX_LOGIT_BIASES,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MAX_TOP_K,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
 )
 
 B = TypeVar("B", bound=BaseModel)

@@ -12,7 +12,6 @@ from typing import Annotated, Literal, Self, TypeAlias
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
-from agentloop import codec
 from agentloop.api.requests import (
     MAX_PROMPT_TOKENS,
     MAX_TASK_MESSAGES,
@@ -26,6 +25,7 @@ from agentloop.api.requests import (
 )
 from agentloop.score import MAX_NAMES, MAX_SCORE_NAME_CHARS, PathScore, Score
 from agentloop.types import JSON, StopReason, Trajectory
+from agentloop.values import codec
 
 SESSIONS_ROLLOUT_ID = "sessions"  # of sessions that name no rollout
 DEFAULT_TTL_S = 3600.0

@@ -38,8 +38,8 @@ from agentloop.chat.fields import (
     type_tag,
 )
 from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, SamplingFields, TemplateBody
-from agentloop.checks import MAX_BIAS, MAX_CONSTRAINT_CHARS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.values.checks import MAX_BIAS, MAX_CONSTRAINT_CHARS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
 
 MAX_MESSAGE_CALLS = 512  # of one message
 MAX_CHAT_MESSAGES = 8192

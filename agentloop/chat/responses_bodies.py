@@ -36,7 +36,7 @@ from agentloop.chat.fields import (
 )
 from agentloop.chat.openai_bodies import MAX_MESSAGE_CALLS, StreamOptions
 from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody
-from agentloop.checks import MAX_TOP_LOGPROBS
+from agentloop.values.checks import MAX_TOP_LOGPROBS
 
 MAX_ITEMS = 16_384
 

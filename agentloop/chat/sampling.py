@@ -21,7 +21,9 @@ from agentloop.api.requests import (
     TokenId,
     VersionDemandBody,
 )
-from agentloop.checks import (
+from agentloop.errors import InvalidRequest
+from agentloop.types import JSON, Constraint, SamplingParams
+from agentloop.values.checks import (
     MAX_CHAT_SEED,
     MAX_CHAT_TEMPERATURE,
     MAX_REPETITION_PENALTY,
@@ -30,8 +32,6 @@ from agentloop.checks import (
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
 )
-from agentloop.errors import InvalidRequest
-from agentloop.types import JSON, Constraint, SamplingParams
 
 MAX_TEMPLATE_ARGUMENTS = 32
 MAX_TEMPLATE_ARGUMENT_BYTES = 4096  # of all of them, as JSON

@@ -35,15 +35,15 @@ from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import ChoiceFields, PromptIds, PromptText
 from agentloop.chat.scores import score_call
-from agentloop.checks import MAX_SEED, MAX_TOP_LOGPROBS
-from agentloop.engine import Delta
+from agentloop.engine.interface import Delta
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.rendering.port import TokenText
 from agentloop.rendering.tokenizer import TextDecoder
-from agentloop.sampled_tokens import SampledTokens
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Generation, Message
+from agentloop.values.checks import MAX_SEED, MAX_TOP_LOGPROBS
+from agentloop.values.sampled_tokens import SampledTokens
 
 MAX_BATCH = 1024
 MAX_RID_CHARS = 256

@@ -22,10 +22,10 @@ from agentloop.chat.logprobs import token_id_name
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import ChoiceFields
 from agentloop.chat.scores import score_call
-from agentloop.checks import MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Generation
+from agentloop.values.checks import MAX_TOP_LOGPROBS
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_SALT_CHARS = 1024

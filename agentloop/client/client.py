@@ -26,8 +26,6 @@ import orjson
 import structlog
 from pydantic import BaseModel
 
-from agentloop import codec
-from agentloop.aio import run_to_end
 from agentloop.api.annotations import AnnotationValues, annotation_of
 from agentloop.api.coordinator import (
     HostDrain,
@@ -67,7 +65,8 @@ from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, pre
 from agentloop.client.rollout import Rollout, follow
 from agentloop.client.session import AgentSession
 from agentloop.client.transport import Retryable, Transport
-from agentloop.engine import MemoryTag, PushSource
+from agentloop.concurrency.aio import run_to_end
+from agentloop.engine.interface import MemoryTag, PushSource
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, NotFound
 from agentloop.types import (
     Generation,
@@ -80,6 +79,7 @@ from agentloop.types import (
     Trajectory,
     VersionDemand,
 )
+from agentloop.values import codec
 
 T = TypeVar("T")
 

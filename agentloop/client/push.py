@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
 from agentloop.api.coordinator import ServiceStatus, UpdateReport
-from agentloop.engine import PushSource
+from agentloop.engine.interface import PushSource
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.types import KVPolicy

@@ -24,12 +24,12 @@ from agentloop.api.sessions import (
     decode_trajectories,
     score_values,
 )
-from agentloop.checks import is_address, is_loopback
 from agentloop.client.transport import Transport
-from agentloop.codec import MSGPACK
 from agentloop.errors import AgentLoopError, InvalidRequest, error_line
 from agentloop.score import Score, checked, resolved
 from agentloop.types import Trajectory
+from agentloop.values.checks import is_address, is_loopback
+from agentloop.values.codec import MSGPACK
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

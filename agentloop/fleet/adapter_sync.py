@@ -19,8 +19,9 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.api.coordinator import AdapterPush, NamedAdapter, UpdateReport, seen_adapters
 from agentloop.api.owners import owner_of, shown_id
-from agentloop.clock import Clock
-from agentloop.engine import Adapter, StageReport, WeightUpdate
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import Adapter, StageReport, WeightUpdate
+from agentloop.engine.weight_digest import are_comparable
 from agentloop.errors import (
     AdapterInUse,
     AdaptersFull,
@@ -39,7 +40,6 @@ from agentloop.fleet.registry import Fleet, ReplicaRecord
 from agentloop.fleet.replica_steps import ReplicaSteps
 from agentloop.fleet.weight_update import READ_SLOWNESS
 from agentloop.types import KVPolicy
-from agentloop.weight_digest import are_comparable
 
 _MAX_ABSENT = 32  # processes that have left, and may come back with what they hold
 _CLEAR = (InvalidRequest, AdaptersFull)  # an engine that answers so serves what it served

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from agentloop.api.coordinator import NamedAdapter, UpdateReport
-from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, WeightUpdate
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, PushSource, WeightUpdate
 from agentloop.errors import ServiceUnavailable
 from agentloop.types import KVPolicy, PauseMode
 

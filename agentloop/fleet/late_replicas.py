@@ -19,8 +19,8 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from agentloop.clock import Clock
-from agentloop.engine import WeightUpdate
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, InvariantBroken
 from agentloop.fleet.desired_state import WEIGHTS, UpdateSource
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState

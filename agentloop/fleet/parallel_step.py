@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from agentloop.api.coordinator import ReplicaUpdate
-from agentloop.engine import CommitReport, StageReport
+from agentloop.engine.interface import CommitReport, StageReport
 from agentloop.errors import AgentLoopError, InvariantBroken
 from agentloop.fleet.registry import ReplicaRecord
 

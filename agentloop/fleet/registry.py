@@ -36,11 +36,11 @@ from urllib.parse import urlsplit
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.api.owners import shown_id
-from agentloop.capabilities import Feature, Needs, features_of, hint_of, param_of
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
+from agentloop.engine.weight_digest import are_comparable
 from agentloop.errors import InvariantBroken, ModelNotFound, UnsupportedParameter
 from agentloop.types import Load
-from agentloop.weight_digest import are_comparable
+from agentloop.values.capabilities import Feature, Needs, features_of, hint_of, param_of
 
 
 class ReplicaState(StrEnum):

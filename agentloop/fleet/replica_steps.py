@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import structlog
 
-from agentloop.engine import (
+from agentloop.engine.interface import (
     ALL_MEMORY,
     Adapter,
     CommitReport,

@@ -30,10 +30,11 @@ from typing import TypeVar
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from agentloop.aio import ChangeSignal, deadline_after
 from agentloop.api.coordinator import AdapterPush, ReplicaUpdate, UpdateProgress, UpdateReport
-from agentloop.clock import Clock
-from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.concurrency.aio import ChangeSignal, deadline_after
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.engine.weight_digest import are_comparable
 from agentloop.errors import (
     Conflict,
     EngineLost,
@@ -60,7 +61,6 @@ from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_steps import Connect, ReplicaSteps, WeightConfig
 from agentloop.fleet.weight_update import FleetUpdate, addressed
 from agentloop.types import KVPolicy, PauseMode
-from agentloop.weight_digest import are_comparable
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from structlog.typing import FilteringBoundLogger
 
-from agentloop.aio import deadline_after, is_set_by
 from agentloop.api.coordinator import StoreStatus
-from agentloop.engine import PublishedSource, WeightUpdate
+from agentloop.concurrency.aio import deadline_after, is_set_by
+from agentloop.engine.interface import PublishedSource, WeightUpdate
 from agentloop.errors import AgentLoopError, InvariantBroken, PointerWentBack, StoreUnreachable
 
 MAX_BACKOFF_S = 60.0

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentloop.api.coordinator import UpdateReport
-from agentloop.clock import Clock
-from agentloop.engine import (
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import (
     GroupBackend,
     GroupInit,
     LeaveGroup,

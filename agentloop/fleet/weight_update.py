@@ -32,8 +32,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from agentloop.api.coordinator import UpdateProgress
-from agentloop.clock import Clock
-from agentloop.engine import HeldIn, MemoryTag, WeightUpdate
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import HeldIn, MemoryTag, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     EngineLost,

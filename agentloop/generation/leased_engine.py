@@ -43,12 +43,9 @@ import structlog
 import xxhash
 from structlog.contextvars import bind_contextvars
 
-from agentloop import codec
 from agentloop.api.coordinator import LeasePort
-from agentloop.capabilities import Feature, Needs, bits_of, needs_of
-from agentloop.checks import MAX_SEED, MAX_VOCAB_SIZE, check_generation, check_piece
-from agentloop.clock import Stopwatch
-from agentloop.engine import Delta, Progress, TokenEngine
+from agentloop.concurrency.clock import Stopwatch
+from agentloop.engine.interface import Delta, Progress, TokenEngine
 from agentloop.errors import (
     AgentLoopError,
     DeadlineExceeded,
@@ -66,9 +63,12 @@ from agentloop.errors import (
 from agentloop.generation.deadline import Deadline, loop_time
 from agentloop.generation.leases import LeaseConfig, LeaseHolder, LeaseReporter
 from agentloop.images import Image, ImageTokens
-from agentloop.metrics import MetricsTally
-from agentloop.sampled_tokens import SampledTokens
+from agentloop.observability.metrics import MetricsTally
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, LossCause, Move, TurnTimes
+from agentloop.values import codec
+from agentloop.values.capabilities import Feature, Needs, bits_of, needs_of
+from agentloop.values.checks import MAX_SEED, MAX_VOCAB_SIZE, check_generation, check_piece
+from agentloop.values.sampled_tokens import SampledTokens
 
 T = TypeVar("T")
 

@@ -21,7 +21,6 @@ from typing import cast
 
 import structlog
 
-from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after
 from agentloop.api.coordinator import (
     HeldLease,
     LeaseOrders,
@@ -35,7 +34,7 @@ from agentloop.api.coordinator import (
     prefixes_of,
     session_holder,
 )
-from agentloop.capabilities import NO_NEEDS, Needs
+from agentloop.concurrency.aio import ChangeSignal, OwnedTasks, deadline_after
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -47,6 +46,7 @@ from agentloop.errors import (
     WeightVersionNotServed,
 )
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
+from agentloop.values.capabilities import NO_NEEDS, Needs
 
 _log = structlog.stdlib.get_logger(__name__)
 

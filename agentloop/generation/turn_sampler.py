@@ -20,17 +20,15 @@ from enum import Enum
 
 import numpy as np
 
-from agentloop.clock import Stopwatch
+from agentloop.concurrency.clock import Stopwatch
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import AbortRule, AbortSwitch, LeasedEngine, TurnClock, TurnOptions
 from agentloop.generation.stream_splitter import MarkSet, TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnReader
-from agentloop.metrics import MetricsTally
+from agentloop.observability.metrics import MetricsTally
 from agentloop.parsers.base import DecodedText, Marks
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import long_constraint, turn_sampling
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
     FinishReason,
@@ -41,6 +39,8 @@ from agentloop.types import (
     ToolCallStatus,
     TopLogprobs,
 )
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import long_constraint, turn_sampling
 
 _MIN_LOOK_CHARS = 32  # of new text, before the first call of a turn is looked for again
 

@@ -30,7 +30,7 @@ from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
 from agentloop.rendering.trial import TOOLS, BridgeReport, examine
 from agentloop.types import JSON, Message, Thinking
-from agentloop.vocabulary import read_json, tokenizer_json
+from agentloop.values.vocabulary import read_json, tokenizer_json
 
 T = TypeVar("T")
 

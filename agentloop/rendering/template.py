@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from agentloop.errors import InvalidRequest, TemplateError
 from agentloop.rendering.port import NO_KWARGS
 from agentloop.types import JSON
-from agentloop.vocabulary import TEKKEN, TEKKEN_NAMES, read_json, tekken_template
+from agentloop.values.vocabulary import TEKKEN, TEKKEN_NAMES, read_json, tekken_template
 
 FROZEN_DATE = datetime.date(2025, 1, 1)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

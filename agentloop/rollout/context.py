@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from structlog.contextvars import bind_contextvars
 
 from agentloop.api.flight import Doing, Flight
-from agentloop.clock import Stopwatch
+from agentloop.concurrency.clock import Stopwatch
 from agentloop.errors import (
     Conflict,
     InvalidRequest,
@@ -39,7 +39,6 @@ from agentloop.rollout.models import ModelsPort, NoModels, OtherModel
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import REACTION, KeepAnswers, ToolScope
 from agentloop.rollout.turn_journal import FinishedTurn, KeptTurns, RunJournal, RunProgress, ToolAnswers
-from agentloop.sampled_tokens import SampledTokens
 from agentloop.score import Score
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.trajectory.node import Reply
@@ -59,6 +58,7 @@ from agentloop.types import (
     ToolOutcome,
     ToolResult,
 )
+from agentloop.values.sampled_tokens import SampledTokens
 
 REFUSAL_PAUSE_S = 1.0
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import orjson
 
-from agentloop.aio import call_user_code
+from agentloop.concurrency.aio import call_user_code
 from agentloop.errors import InvalidRequest, ToolError
 from agentloop.plugins import made, resolve
 from agentloop.rollout.models import ModelsPort, NoModels, OtherModel

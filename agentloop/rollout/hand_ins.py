@@ -10,9 +10,9 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from agentloop.aio import OwnedTasks
 from agentloop.api.coordinator import MAX_HAND_IN, Refusal, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.concurrency.aio import OwnedTasks
 
 MAX_HAND_IN_BYTES = 4 << 20
 """Bytes of the records of one call, unless it carries one alone. Larger ones cost their receiver more a byte: their

@@ -19,8 +19,8 @@ from typing import ParamSpec, TypeVar
 import structlog
 
 from agentloop.api.coordinator import JournalPart, WorkerPort
-from agentloop.append_log import append, open_log
 from agentloop.rollout.turn_journal import RunHeader, mark_of, read_entries
+from agentloop.storage.append_log import append, open_log
 
 P = ParamSpec("P")
 T = TypeVar("T")

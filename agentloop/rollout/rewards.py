@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
-from agentloop.aio import UserTasks, call_user_code
+from agentloop.concurrency.aio import UserTasks, call_user_code
 from agentloop.errors import InvalidRequest, RewardError, error_line
 from agentloop.plugins import resolve
 from agentloop.rollout.models import ModelsPort, NoModels, judge_score

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast, overload, runtime_checkable
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from agentloop.aio import call_user_code
+from agentloop.concurrency.aio import call_user_code
 from agentloop.errors import InvalidRequest, Overloaded, ToolError
 from agentloop.score import Score
 from agentloop.types import JSON, RolloutTask

@@ -24,8 +24,8 @@ from typing import Any, TypeAlias, cast
 
 import structlog
 
-from agentloop.aio import UserTasks, num_abandoned_threads
-from agentloop.clock import Stopwatch
+from agentloop.concurrency.aio import UserTasks, num_abandoned_threads
+from agentloop.concurrency.clock import Stopwatch
 from agentloop.errors import (
     AgentLoopError,
     InvalidRequest,

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import structlog
 from structlog.contextvars import bind_contextvars, get_contextvars
 
-from agentloop.aio import UserTasks, is_being_cancelled
 from agentloop.api.coordinator import MAX_RECORD_BYTES, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.flight import Doing, Flight
-from agentloop.clock import Stopwatch
+from agentloop.concurrency.aio import UserTasks, is_being_cancelled
+from agentloop.concurrency.clock import Stopwatch
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -41,7 +41,8 @@ from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion, NewestVersions
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
-from agentloop.metrics import MetricsTally, count_record
+from agentloop.observability.metrics import MetricsTally, count_record
+from agentloop.observability.trace_context import EngineTraces, turn_context
 from agentloop.plugins import LoadedOnce
 from agentloop.rendering.port import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
@@ -55,7 +56,6 @@ from agentloop.rollout.tool import EndEpisode
 from agentloop.rollout.toolbox import MAX_REASON_BYTES, Toolbox, ToolScope, capped
 from agentloop.rollout.turn_journal import RunJournal, TurnJournal, fingerprint
 from agentloop.score import Score, ended, judged, scored
-from agentloop.trace_context import EngineTraces, turn_context
 from agentloop.types import (
     FAILURES,
     Assignment,

@@ -23,15 +23,15 @@ from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 import structlog
 
-from agentloop.aio import OwnedTasks
 from agentloop.api.coordinator import JournalPart
-from agentloop.append_log import frame, read_frames
-from agentloop.codec import decode, encode
+from agentloop.concurrency.aio import OwnedTasks
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.rendering.port import Renderer
 from agentloop.score import Score
+from agentloop.storage.append_log import frame, read_frames
 from agentloop.trajectory.node import Node
 from agentloop.types import JSON, Assignment, LossCause, Move, RolloutTask, ToolCallTimes, ToolResult
+from agentloop.values.codec import decode, encode
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,16 +17,16 @@ import structlog
 from structlog.contextvars import bind_contextvars
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from agentloop.aio import deadline_after, is_set_by
 from agentloop.api.coordinator import Orders, WorkerPort, WorkerReport
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.flight import Doing, Flight
+from agentloop.concurrency.aio import deadline_after, is_set_by
 from agentloop.errors import AgentLoopError, InvalidRequest, StorageFull
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leased_engine import Connect
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
-from agentloop.metrics import MetricsTally
+from agentloop.observability.metrics import MetricsTally
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer
 from agentloop.rollout.hand_ins import HandIns

@@ -36,7 +36,6 @@ from agentloop.api.coordinator import (
     session_holder,
 )
 from agentloop.api.flight import Doing, Flight, FlightRow
-from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound, UnsupportedParameter
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.kv_share import KVShare, ShareBounds
@@ -44,6 +43,7 @@ from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
 from agentloop.scheduling.replica_books import ReplicaBooks
 from agentloop.scheduling.routed_prefixes import RoutedPrefixes
 from agentloop.types import Lease
+from agentloop.values.capabilities import NO_NEEDS, Needs
 
 _PREFIX_SLACK = 4.0  # times a common prefix, that its replica may have beyond the least loaded one
 _IDLE_S = 5.0  # at a tool, after which a holder is let go of while others wait

@@ -2,7 +2,8 @@
 
 A flow is what is served in its own turn: the rollouts of one owner on equal terms, of one run where they name one,
 and a rollout by itself where a limit is its own. Of a higher priority everything goes before anything lower. Within
-one, users take turns by stride scheduling (`strides.py`), with their sessions and calls; so do the flows of each.
+one, users take turns by stride scheduling (`concurrency/strides.py`), with their sessions and calls; so do the
+flows of each user.
 
 In a flow, what a worker had before goes first. Groups of which a sample has begun follow, the fewest left first: a
 trainer can use a group only when it is whole. Then whole groups go as they came.

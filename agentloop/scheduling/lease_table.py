@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from agentloop.api.coordinator import Prefix
-from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken
 from agentloop.fleet.registry import ReplicaRecord
 from agentloop.types import Lease
+from agentloop.values.capabilities import NO_NEEDS, Needs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica
 from agentloop.fleet.registry import Fleet, ReplicaRecord
 from agentloop.scheduling.cache_hits import CacheHits
 from agentloop.scheduling.lease_table import Demand, Holding
 from agentloop.types import Lease
+from agentloop.values.capabilities import NO_NEEDS, Needs
 
 _GROWTH_TURNS = 4.0  # that each holder is promised room for
 _NUM_AVERAGED = 1024  # trajectories, by their running mean

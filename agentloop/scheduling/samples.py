@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from agentloop import codec
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms
 from agentloop.errors import InvariantBroken
-from agentloop.sampling import VersionDemand
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 from agentloop.types import LossCause, RolloutGroup, StopReason
+from agentloop.values import codec
+from agentloop.values.sampling import VersionDemand
 
 
 class NoPlace(StrEnum):

@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from agentloop.api.owners import NO_LIMITS, UserLimits, UsersNews, UserTable, UserUsage
-from agentloop.clock import Clock, RealClock
-from agentloop.strides import Strides
+from agentloop.concurrency.clock import Clock, RealClock
+from agentloop.concurrency.strides import Strides
 
 _WINDOW_S = 60.0
 _SLOT_S = 5.0  # of tokens counted together

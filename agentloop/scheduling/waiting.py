@@ -22,12 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from agentloop.aio import ChangeSignal, deadline_after, is_set_by
 from agentloop.api.coordinator import QueueStatus, session_holder
 from agentloop.api.flight import Doing, Flight, FlightRow
 from agentloop.api.owners import owner_of
-from agentloop.capabilities import NO_NEEDS
-from agentloop.clock import Clock
+from agentloop.concurrency.aio import ChangeSignal, deadline_after, is_set_by
+from agentloop.concurrency.clock import Clock
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer
@@ -35,6 +34,7 @@ from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.samples import NoPlace
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Lease
+from agentloop.values.capabilities import NO_NEEDS
 
 _COMES_BACK_S = 30.0  # after its deadline a call that asks again within this time keeps its turn
 _COUNT_AGE_S = 0.2

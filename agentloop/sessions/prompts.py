@@ -15,10 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from agentloop.capabilities import CONSTRAINTS, SAMPLING, Feature, bits_of
 from agentloop.chat.call import ChatCall, ToolChoice
-from agentloop.checks import check_sampling
-from agentloop.clock import Clock, RealClock
+from agentloop.concurrency.clock import Clock, RealClock
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -31,16 +29,18 @@ from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
 from agentloop.generation.leased_engine import LeasedEngine
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import Image, ImageSpan, shifted_images
-from agentloop.metrics import MetricsTally
+from agentloop.observability.metrics import MetricsTally
+from agentloop.observability.trace_context import EngineTraces
 from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import behind_thought
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import off_loop
-from agentloop.trace_context import EngineTraces
 from agentloop.trajectory.message_key import tools_key as key_of_tools
 from agentloop.trajectory.node import Node, Split
 from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
+from agentloop.values.capabilities import CONSTRAINTS, SAMPLING, Feature, bits_of
+from agentloop.values.checks import check_sampling
 
 _BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit
 _MAX_ID = (1 << 31) - 1

@@ -23,11 +23,11 @@ from dataclasses import replace
 import numpy as np
 import structlog
 
-from agentloop.aio import OwnedTasks, run_to_end, side_by_side
 from agentloop.api.coordinator import assignment_id_of
 from agentloop.api.owners import shown_id
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.clock import Stopwatch
+from agentloop.concurrency.aio import OwnedTasks, run_to_end, side_by_side
+from agentloop.concurrency.clock import Stopwatch
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -45,6 +45,7 @@ from agentloop.generation.leased_engine import LeasedEngine
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import Reading
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
+from agentloop.observability.trace_context import turn_context
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
@@ -57,7 +58,6 @@ from agentloop.sessions.prompts import (
     prepare_call,
     with_client_param,
 )
-from agentloop.trace_context import turn_context
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import TurnGraph

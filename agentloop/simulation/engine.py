@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from agentloop.capabilities import Feature, configured_features
-from agentloop.checks import check_request, room_tokens
-from agentloop.clock import Clock, RealClock
-from agentloop.engine import (
+from agentloop.concurrency.clock import Clock, RealClock
+from agentloop.engine.adapters import HeldAdapters
+from agentloop.engine.interface import (
     ALL_MEMORY,
     Adapter,
     CommitReport,
@@ -35,7 +34,9 @@ from agentloop.engine import (
     TransferPart,
     WeightUpdate,
 )
-from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
+from agentloop.engine.lifecycle import EngineLifecycle, EnginePhase
+from agentloop.engine.request_watch import ReportPace, RequestWatch, StreamPace
+from agentloop.engine.weight_digest import check_digest, read_files
 from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
@@ -48,11 +49,7 @@ from agentloop.errors import (
     UnsupportedParameter,
     WeightsRefused,
 )
-from agentloop.held_adapters import HeldAdapters
 from agentloop.images import Image, ImageTokens
-from agentloop.request_watch import ReportPace, RequestWatch, StreamPace
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.simulation.kv_cache import KVCache
 from agentloop.simulation.policy import (
     Faults,
@@ -64,7 +61,10 @@ from agentloop.simulation.policy import (
 from agentloop.simulation.scheduler import LiveRequest, Scheduler
 from agentloop.simulation.weights import NoPushes, ReadFolder, SimulatedWeights, WeightSource
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Load, PauseMode
-from agentloop.weight_digest import check_digest, read_files
+from agentloop.values.capabilities import Feature, configured_features
+from agentloop.values.checks import check_request, room_tokens
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 
 # Bounds of a step without latency, about a millisecond of work: the loop's other tasks are not held up.
 _ZERO_LATENCY_TOKENS_PER_STEP = 256

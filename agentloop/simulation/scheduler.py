@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentloop.held_adapters import HeldAdapter
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
+from agentloop.engine.adapters import HeldAdapter
 from agentloop.simulation.kv_cache import KVCache, KVSequence
 from agentloop.simulation.policy import Malformation, TokenStream
 from agentloop.types import FinishReason, GenerateRequest, Generation
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 
 _PREFILL_TOKENS_PER_STEP = 4096  # admission stops there, as a real scheduler's budget does
 _FIRST_ADAPTER_SALT = 1 << 63  # above all weight versions

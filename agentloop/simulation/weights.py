@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
-from agentloop.clock import Clock
-from agentloop.engine import (
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import (
     CommitReport,
     HeldIn,
     PushSource,
@@ -20,6 +20,7 @@ from agentloop.engine import (
     TrainerOrder,
     WeightUpdate,
 )
+from agentloop.engine.weight_digest import FolderContents, FolderDigests, check_digest, read_files
 from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
@@ -29,7 +30,6 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.simulation.policy import Faults
-from agentloop.weight_digest import FolderContents, FolderDigests, check_digest, read_files
 
 ReadFolder: TypeAlias = Callable[[str], Awaitable[FolderContents]]
 """A function that reads a folder and checks it. Raises CheckpointUnreadable."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from agentloop import codec
 from agentloop.api.annotations import RecordAnnotation, SampleAnnotation
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.storage.home import Database
 from agentloop.storage.retention import HAS_VALUE
 from agentloop.types import IntArray
+from agentloop.values import codec
 
 MAX_OF_RECORD = 64
 """Annotations of one record, earlier ones of a name too."""

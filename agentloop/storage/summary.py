@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 import orjson
 
-from agentloop import codec
 from agentloop.api.coordinator import UpdateReport
 from agentloop.types import StopReason, Trajectory
+from agentloop.values import codec
 
 RecordKey: TypeAlias = tuple[str, str, int]
 """A record's name: rollout, group, sample."""

@@ -29,7 +29,6 @@ from typing import TypeVar
 
 import structlog
 
-from agentloop import codec
 from agentloop.api.annotations import AnnotatedRecord, SampleAnnotation
 from agentloop.api.coordinator import JournalPart, RolloutTerms, UpdateReport, assignment_id_of, place_of
 from agentloop.api.encoded_record import EncodedRecord
@@ -37,13 +36,14 @@ from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.owners import owner_of, shown_id
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
-from agentloop.metrics import MetricsPage, SavedMetrics
+from agentloop.observability.metrics import MetricsPage, SavedMetrics
 from agentloop.storage import annotation_rows, facts, retention
 from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
 from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Home, Schema
 from agentloop.storage.sqlite import BatchWriter, Work, one_thread, open_database
 from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
+from agentloop.values import codec
 
 STORE_NAME = "trajectories.sqlite"
 """The store's file within a run directory."""

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from agentloop.api.coordinator import WorkerPort
-from agentloop.engine import TokenEngine
+from agentloop.engine.interface import TokenEngine
 from agentloop.errors import InvalidRequest
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter

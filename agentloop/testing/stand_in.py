@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import orjson
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from agentloop.engine import OnProgress
+from agentloop.engine.interface import OnProgress
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens

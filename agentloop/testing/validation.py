@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from agentloop import codec
 from agentloop.errors import ToolError, error_line
 from agentloop.rollout.environment import Environment, LoadedEnvironment, OpenEnvironment, ScriptedTurn
 from agentloop.rollout.tool import EndEpisode, Tool, ToolSpec
 from agentloop.testing.episode import loaded_of, play
 from agentloop.testing.stand_in import message_of
 from agentloop.types import FAILURES, JSON, Message, RolloutTask, Trajectory
+from agentloop.values import codec
 
 T = TypeVar("T")
 

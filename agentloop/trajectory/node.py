@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from agentloop.images import ImageSpan
-from agentloop.sampling import TurnSampling
 from agentloop.types import (
     JSON,
     FinishReason,
@@ -25,6 +24,7 @@ from agentloop.types import (
     TurnTimes,
     WeightVersionSpan,
 )
+from agentloop.values.sampling import TurnSampling
 
 _OBJECT_CHARS = 64  # a message, a call, or a JSON value of any kind: what it takes up beside its text
 

@@ -16,13 +16,13 @@ import numpy as np
 
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.images import ImageSpan, shifted_images
-from agentloop.sampling import shared
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
 from agentloop.trajectory.history_match import HistoryIndex, ToolSets, Walk, disambiguate, opening_of
 from agentloop.trajectory.message_key import tools_key as key_of_tools
 from agentloop.trajectory.node import Node, Reply, Split, message_chars
 from agentloop.trajectory.prefix_index import PrefixIndex, path_ids
 from agentloop.types import JSON, IntArray, Message, SplitReason, tiling_problem
+from agentloop.values.sampling import shared
 
 # What a graph takes up, as `tests/trajectory/test_prefix_index.py` measures it.
 BYTES_PER_TOKEN = 8  # an id and, of a sampled token, its logprob

@@ -26,8 +26,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from agentloop.client import RolloutClient
-from agentloop.logs import LOG_NAME, configure_logging
-from agentloop_servers.config import ServiceConfig, new_run_dir
+from agentloop.observability.logs import LOG_NAME, configure_logging
+from agentloop_servers.config.service import ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
 from agentloop_trainers import TrainingRow
 from examples.train.grpo import Prepare, Recipe, by_prompt, evaluate, logprobs_of, push_next, unchanged

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from agentloop.api.coordinator import UpdateReport
 from agentloop.client import RolloutClient
-from agentloop.mismatch import Mismatch, mismatch
 from agentloop.types import FloatArray, OnStale, RolloutTask, Trajectory
+from agentloop.values.mismatch import Mismatch, mismatch
 from agentloop_trainers import TrainingRow, group_rows, teacher_logprobs
 
 

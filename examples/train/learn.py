@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from agentloop.client import RolloutClient
-from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.observability.logs import LOG_NAME, configure_logging
 from agentloop_servers.cli.run import REPORT_NAME
-from agentloop_servers.config import NamedModel, ServiceConfig, new_run_dir
+from agentloop_servers.config.service import NamedModel, ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
-from agentloop_servers.run_store import store_in
+from agentloop_servers.run.store import store_in
 from agentloop_trainers import TrainingRow
 from agentloop_view.report import write_report
 from examples.train.curves import draw

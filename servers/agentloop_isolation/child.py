@@ -22,17 +22,15 @@ from typing import Any, TypeVar, cast
 import orjson
 from structlog.contextvars import bind_contextvars
 
-from agentloop.aio import tune_interpreter
 from agentloop.api.coordinator import JournalPart, WorkerPort
-from agentloop.capabilities import NO_NEEDS, Needs
-from agentloop.codec import decode, encode
-from agentloop.engine import Delta, OnProgress, TokenEngine
+from agentloop.concurrency.aio import tune_interpreter
+from agentloop.engine.interface import Delta, OnProgress, TokenEngine
 from agentloop.errors import AgentLoopError, UnsupportedParameter, from_wire
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import Image, ImageTokens
-from agentloop.logs import configure_logging
+from agentloop.observability.logs import configure_logging
 from agentloop.rollout.journal_homes import JournalFolder, StoredJournals
 from agentloop.rollout.models import ModelCall
 from agentloop.rollout.tool_loading import load_tools
@@ -40,6 +38,8 @@ from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import GenerateRequest, Generation, Lease
+from agentloop.values.capabilities import NO_NEEDS, Needs
+from agentloop.values.codec import decode, encode
 from agentloop_isolation.frames import (
     Answered,
     Ask,
@@ -57,7 +57,7 @@ from agentloop_isolation.frames import (
     packed,
 )
 from agentloop_servers.chat_format.load import load_chat_format
-from agentloop_servers.config import ServiceConfig, model_sizes
+from agentloop_servers.config.service import ServiceConfig, model_sizes
 
 T = TypeVar("T")
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from agentloop.api.coordinator import MAX_CALL_BYTES
-from agentloop.codec import decode, encode
-from agentloop.engine import Progress
+from agentloop.engine.interface import Progress
 from agentloop.errors import InvalidRequest
-from agentloop.logs import LOG_NAME
+from agentloop.observability.logs import LOG_NAME
 from agentloop.rollout.journal_homes import TURNS_FOLDER
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.types import Assignment
-from agentloop_servers.config import ServiceConfig
+from agentloop.values.codec import decode, encode
+from agentloop_servers.config.service import ServiceConfig
 
 _FRAME = struct.Struct(">BI")
 

@@ -28,9 +28,7 @@ import structlog
 from agentloop.api.coordinator import JournalPart, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.flight import Doing, Flight
-from agentloop.capabilities import Capabilities, needs_of
-from agentloop.codec import decode, encode
-from agentloop.engine import Progress, TokenEngine
+from agentloop.engine.interface import Progress, TokenEngine
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -43,12 +41,14 @@ from agentloop.errors import (
 from agentloop.generation.leased_engine import Connect, NewestVersion, NewestVersions
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.images import Image
-from agentloop.metrics import MetricsTally, count_record
+from agentloop.observability.metrics import MetricsTally, count_record
 from agentloop.rollout.environment import MAX_LIFE_S
 from agentloop.rollout.models import ModelCall, ModelsPort, NoModels
 from agentloop.rollout.trajectory_run import WorkerConfig, unmade_record
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
+from agentloop.values.capabilities import Capabilities, needs_of
+from agentloop.values.codec import decode, encode
 from agentloop_isolation.frames import (
     Answered,
     Ask,
@@ -65,7 +65,7 @@ from agentloop_isolation.frames import (
     next_frame,
     packed,
 )
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 
 CHILD_MODULE = "agentloop_isolation.child"
 MAX_CALLS_AT_ONCE = 64  # of one trajectory at once; more is no loop of ours

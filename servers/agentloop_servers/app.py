@@ -34,11 +34,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
 from agentloop import __version__, parts
-from agentloop.aio import tune_interpreter
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
-from agentloop.clock import RealClock
-from agentloop.engine import PublishedSource
+from agentloop.concurrency.aio import tune_interpreter
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import PublishedSource
 from agentloop.errors import Conflict, EngineLost, InvalidRequest, NotFound, error_line
 from agentloop.fleet.registry import FleetConfig
 from agentloop.fleet.store_follower import FollowedStore
@@ -47,22 +47,23 @@ from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
-from agentloop.metrics import MetricSample, MetricsTally
+from agentloop.observability.metrics import MetricSample, MetricsTally
+from agentloop.observability.trace_context import EngineTraces
 from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
-from agentloop.sampling import LogprobsMode
 from agentloop.scheduling.waiting import WaitingConfig
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.home import Home
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
-from agentloop.trace_context import EngineTraces
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.chat_format.load import load_chat_format
-from agentloop_servers.cluster import (
+from agentloop_servers.cluster.host import prepare_engine_process
+from agentloop_servers.cluster.nodes import (
     announce_coordinator,
     announce_wanted,
     check_certificates,
@@ -81,7 +82,8 @@ from agentloop_servers.cluster import (
     run_trust,
     where_the_run_is,
 )
-from agentloop_servers.config import (
+from agentloop_servers.config.engines import EngineEntry
+from agentloop_servers.config.service import (
     ServiceConfig,
     TurnSettings,
     keep_config,
@@ -102,9 +104,17 @@ from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.endpoint.shards import HOLDER_WAIT_S, ShardRouter, take_shard_lock
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.endpoint.users import ServedUsers
-from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.engine_hosts import EngineHosts
-from agentloop_servers.engine_parts import (
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.guard import HttpLimits, error_response, route_of
+from agentloop_servers.ingress.admin import ModeRules
+from agentloop_servers.ingress.app import MODELS_PATH, create_app
+from agentloop_servers.ingress.records import TokenLabels
+from agentloop_servers.metrics import engine_text
+from agentloop_servers.net.public_port import PublicPort, keeper_finder, warn_of_open_ray
+from agentloop_servers.net.tcp import url_of, url_of_socket
+from agentloop_servers.private_http.trust import Trust
+from agentloop_servers.processes.engine_hosts import EngineHosts
+from agentloop_servers.processes.engine_parts import (
     build_engine,
     can_constrain,
     engine_actor_options,
@@ -113,25 +123,21 @@ from agentloop_servers.engine_parts import (
     initial_weights,
     takes_images,
 )
-from agentloop_servers.host import prepare_engine_process
-from agentloop_servers.http.auth import Keys
-from agentloop_servers.http.guard import HttpLimits, error_response, route_of
-from agentloop_servers.ingress.admin import ModeRules
-from agentloop_servers.ingress.app import MODELS_PATH, create_app
-from agentloop_servers.ingress.records import TokenLabels
-from agentloop_servers.locks import take_run_lock
-from agentloop_servers.metrics import engine_text
-from agentloop_servers.model_calls import ModelCalls
-from agentloop_servers.placement import on_each_node, processes, replicas_wanted, share_of_node
-from agentloop_servers.private_http.trust import Trust
-from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
+from agentloop_servers.processes.model_calls import ModelCalls
+from agentloop_servers.processes.placement import on_each_node, processes, replicas_wanted, share_of_node
+from agentloop_servers.processes.serve_process import Closing, begin_process, ends_unless_done, on_sighup
+from agentloop_servers.processes.settings import (
+    CALL_MARGIN_S,
+    balancer_config,
+    replica_config,
+    sized,
+    weight_config,
+)
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
-from agentloop_servers.run_store import check_store, home_or, keep_run, open_store, restore_run, url_elsewhere
-from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
-from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
+from agentloop_servers.run.locks import take_run_lock
+from agentloop_servers.run.store import check_store, home_or, keep_run, open_store, restore_run, url_elsewhere
 from agentloop_servers.sinks import begin_sinks, configured
-from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_servers.users import keys_of, load_users, table_of
 
 APP_NAME = "agentloop"

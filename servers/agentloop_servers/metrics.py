@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from agentloop.aio import LoopWatch
+from agentloop.concurrency.aio import LoopWatch
 from agentloop.errors import AgentLoopError
-from agentloop.metrics import (
+from agentloop.observability.metrics import (
     FAMILIES,
     PREFIX,
     REPORT_S,

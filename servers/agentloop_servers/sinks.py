@@ -14,7 +14,7 @@ from agentloop import parts
 from agentloop.api.coordinator import UpdateReport
 from agentloop.errors import InvalidRequest
 from agentloop.types import Trajectory
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 
 Ended = Trajectory | UpdateReport
 

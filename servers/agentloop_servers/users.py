@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from agentloop.api.owners import UserLimits, UserTable
 from agentloop.errors import InvalidRequest
-from agentloop_servers.config import ServiceConfig, located
+from agentloop_servers.config.service import ServiceConfig, located
 from agentloop_servers.http.auth import Keys, User, metrics_digest
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentloop.capabilities import PRIORITY_POLICY
-from agentloop_servers.engine_config import DTYPE_BYTES, kv_bytes_per_token
+from agentloop.values.capabilities import PRIORITY_POLICY
+from agentloop_servers.config.engines import DTYPE_BYTES, kv_bytes_per_token
 from agentloop_servers.engines.common.config import ProcessEngineConfig
 
 _SPARE_CONTEXT_TOKENS = 8

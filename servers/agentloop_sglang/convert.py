@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
-from agentloop.checks import LOGPROB_SENTINEL
 from agentloop.errors import (
     AgentLoopError,
     EngineError,
@@ -16,9 +15,10 @@ from agentloop.errors import (
     MalformedEngineResponse,
     Overloaded,
 )
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load, TopLogprobs, WeightVersionSpan
+from agentloop.values.checks import LOGPROB_SENTINEL
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import one_line
 from agentloop_sglang.requests import (
     PARAMETER,

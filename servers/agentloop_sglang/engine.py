@@ -20,12 +20,12 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from agentloop.checks import room_tokens
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
 from agentloop.errors import AgentLoopError
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import SamplingParams
 from agentloop.types import GenerateRequest, Generation
+from agentloop.values.checks import room_tokens
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import SamplingParams
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.engine import ProcessEngine
 from agentloop_servers.engines.common.weights import EngineWeights

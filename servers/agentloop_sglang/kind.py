@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentloop.engine import Engine
-from agentloop_servers.engine_config import EngineConfig
+from agentloop.engine.interface import Engine
+from agentloop_servers.config.engines import EngineConfig
 from agentloop_sglang.config import SglangConfig
 
 

@@ -31,10 +31,10 @@ from typing import Any
 
 import structlog
 
-from agentloop import codec
-from agentloop.engine import EngineInfo, MemoryTag
+from agentloop.engine.interface import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.plugins import resolve
+from agentloop.values import codec
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.weight_transfer.worker_calls import (

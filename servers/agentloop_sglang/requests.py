@@ -9,8 +9,8 @@ import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from agentloop import codec
-from agentloop.sampling import Constraint, LogprobsMode, SamplingParams
+from agentloop.values import codec
+from agentloop.values.sampling import Constraint, LogprobsMode, SamplingParams
 from agentloop_servers.engines.common.constraints import structural_tag
 
 RAW_TOKEN_ID = -1

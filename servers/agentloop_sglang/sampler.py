@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from agentloop.errors import InvariantBroken
-from agentloop.sampling import LogprobsMode, SamplingParams
+from agentloop.values.sampling import LogprobsMode, SamplingParams
 from agentloop_sglang.requests import RAW_TOKEN_ID
 
 Constrain = Callable[[torch.Tensor], None]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from agentloop.canary import CANARY_PREFIX
+from agentloop.engine.canary import CANARY_PREFIX
 from agentloop_servers.engines.common.process import slow_step_s
 from agentloop_sglang.internals import ranks
 from agentloop_sglang.requests import (

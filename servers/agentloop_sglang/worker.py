@@ -35,9 +35,9 @@ from typing import Any, cast
 import structlog
 import torch
 
-from agentloop import codec
 from agentloop.errors import AgentLoopError
 from agentloop.plugins import resolve
+from agentloop.values import codec
 from agentloop_servers.weight_transfer.copy_plan import PLAIN_METHODS, QuantisedLayer
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import StagingCalls, WeightStager

@@ -25,7 +25,6 @@ import numpy as np
 import xxhash
 import zstandard
 
-from agentloop.checks import check_checkpoint
 from agentloop.errors import (
     CheckpointUnreadable,
     ChecksumMismatch,
@@ -34,6 +33,7 @@ from agentloop.errors import (
     VersionDamaged,
     WrongBase,
 )
+from agentloop.values.checks import check_checkpoint
 from agentloop_servers.weight_transfer.checkpoint import READ_CHUNK_BYTES, Entry, read_header
 
 INDEX_NAME = "model.safetensors.index.json"

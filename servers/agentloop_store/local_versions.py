@@ -28,6 +28,7 @@ import msgspec
 import structlog
 import xxhash
 
+from agentloop.engine.weight_digest import FileStamp, content_digest, folder_stamps
 from agentloop.errors import (
     CheckpointUnreadable,
     InvalidRequest,
@@ -35,8 +36,7 @@ from agentloop.errors import (
     StorageFull,
     VersionDamaged,
 )
-from agentloop.weight_digest import FileStamp, content_digest, folder_stamps
-from agentloop_servers.locks import take_lock
+from agentloop_servers.run.locks import take_lock
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_store.format import (
     CHECKSUM,

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from agentloop.aio import in_daemon_thread
-from agentloop.engine import PublishedSource, PullVersion, WeightUpdate
+from agentloop.concurrency.aio import in_daemon_thread
+from agentloop.engine.interface import PublishedSource, PullVersion, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, InvalidRequest, VersionMissing
 from agentloop_store.format import Index, stored_tensors
 from agentloop_store.local_versions import LocalVersions

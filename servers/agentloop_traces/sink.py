@@ -22,7 +22,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.storage.exports import ExportRequest
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.types import Trajectory
-from agentloop_servers.config import TracingSettings, saved_config
+from agentloop_servers.config.service import TracingSettings, saved_config
 from agentloop_traces.spans import SpanMaker, Trace
 
 MAX_REQUEST_BYTES = 4 << 20

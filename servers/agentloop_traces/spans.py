@@ -28,10 +28,11 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from agentloop import __version__, codec
+from agentloop import __version__
 from agentloop.api.coordinator import UpdateReport, assignment_id_of
-from agentloop.trace_context import TraceIds, turn_key
+from agentloop.observability.trace_context import TraceIds, turn_key
 from agentloop.types import Message, SplitReason, TokenPath, ToolCallTimes, ToolOutcome, Trajectory, Turn, TurnTimes
+from agentloop.values import codec
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 

@@ -29,15 +29,15 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from agentloop import codec
 from agentloop.errors import InvalidRequest
-from agentloop.mismatch import MAX_K3, Mismatch, mismatch
 from agentloop.plugins import resolve
-from agentloop.sampling import LogprobsMode, TurnSampling
 from agentloop.storage.home import Home
 from agentloop.storage.summary import MIXED, version_key
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import FloatArray, IntArray, TokenPath, Trajectory, Turn, clip_spans
+from agentloop.values import codec
+from agentloop.values.mismatch import MAX_K3, Mismatch, mismatch
+from agentloop.values.sampling import LogprobsMode, TurnSampling
 from agentloop_servers.cli.terminal import clear_errors, store_of
 
 REFERENCE = "agentloop_verify.transformers_reference:ReferenceModel"

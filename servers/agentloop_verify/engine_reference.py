@@ -14,8 +14,8 @@ import torch
 
 from agentloop.errors import InvalidRequest
 from agentloop.types import GenerateRequest, SamplingParams
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import build_engine
+from agentloop_servers.config.service import ServiceConfig
+from agentloop_servers.processes.engine_parts import build_engine
 
 CPU_CACHE_MIB = 512
 

@@ -8,7 +8,7 @@ from typing import cast
 from agentloop.plugins import resolve_extra
 from agentloop.storage.exports import ExportRequest
 from agentloop.storage.trajectory_store import folder_of
-from agentloop_servers.config import model_of
+from agentloop_servers.config.service import model_of
 from agentloop_view.report import write_report
 from agentloop_view.timeline import write_timeline
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import orjson
 
-from agentloop import codec
 from agentloop.api.facts import MAX_LISTED, FactsQuery
-from agentloop.metrics import phase_seconds
+from agentloop.observability.metrics import phase_seconds
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
+from agentloop.values import codec
 from agentloop_servers.ingress.records import NOTABLE, TokenLabels, notable
 from agentloop_view.pages import PAGES_FOLDER
 

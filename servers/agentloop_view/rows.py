@@ -21,11 +21,10 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agentloop import __version__, codec
+from agentloop import __version__
 from agentloop.api.facts import FACT_NAMES, RecordFacts, facts_of
 from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
-from agentloop.sampling import TurnSampling
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.types import (
@@ -40,6 +39,8 @@ from agentloop.types import (
     TurnTimes,
     WeightVersionSpan,
 )
+from agentloop.values import codec
+from agentloop.values.sampling import TurnSampling
 
 ExportFormat = Literal["parquet", "jsonl", "hf"]
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from agentloop.api.annotations import AnnotatedRecord
 from agentloop.api.coordinator import UpdateReport
 from agentloop.api.facts import FactsPage, FactsQuery
-from agentloop.metrics import MetricsPage
+from agentloop.observability.metrics import MetricsPage
 from agentloop.storage.home import Home
 from agentloop.storage.sqlite import one_thread
 from agentloop.storage.trajectory_store import TrajectoryReader

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
-from agentloop_servers.config import model_of
+from agentloop_servers.config.service import model_of
 from agentloop_servers.ingress.records import TokenLabels
 from agentloop_view.app import viewer_app
 from agentloop_view.stored_run import StoredRun

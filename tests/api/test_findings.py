@@ -19,7 +19,7 @@ from agentloop.api.coordinator import (
 from agentloop.api.findings import Cause, about, degraded, findings
 from agentloop.api.flight import Blocked, Doing, Flight, FlightPage, FlightRow, doing_of
 from agentloop.api.owners import UserUsage
-from agentloop.engine import MemoryTag
+from agentloop.engine.interface import MemoryTag
 from agentloop.types import Load
 
 IDLE, BUSY = Load(), Load(num_running=8)

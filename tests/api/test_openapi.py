@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pytest
 
-from agentloop import codec
 from agentloop.api.coordinator import Page, ReplicaStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.openapi import answer_schema, answer_schemas, generation_answer, rollout_status
 from agentloop.types import FinishReason, Generation, KVPolicy, Load, Trajectory, WeightVersionSpan
+from agentloop.values import codec
 from tests.support.records.samples import make_trajectory
 
 STATUS = RolloutStatus("r", 2, 1, 1, 0)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop import codec
 from agentloop.api.requests import (
     GenerateBody,
     SleepBody,
@@ -26,7 +25,7 @@ from agentloop.api.requests import (
     task_fields,
 )
 from agentloop.client.rollout import load_tasks
-from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorInfo, TensorNames, WeightUpdate
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, PushSource, TensorInfo, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.images import shown
 from agentloop.types import (
@@ -44,6 +43,7 @@ from agentloop.types import (
     ToolCall,
     VersionDemand,
 )
+from agentloop.values import codec
 from tests.support.records.samples import make_task
 from tests.support.records.vision_folder import picture
 

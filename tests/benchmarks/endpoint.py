@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from agentloop.aio import tune_interpreter
+from agentloop.concurrency.aio import tune_interpreter
 from tests.benchmarks import report
 from tests.benchmarks.endpoint_load import Load, open_sessions, talk
 from tests.benchmarks.endpoint_processes import EndpointFigures, ask, process, run_endpoint, run_engine

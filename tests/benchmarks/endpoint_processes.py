@@ -20,12 +20,12 @@ from typing import Any
 
 import uvloop
 
-from agentloop.aio import tune_interpreter
-from agentloop.capabilities import NO_NEEDS
-from agentloop.engine import OnProgress
-from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.concurrency.aio import tune_interpreter
+from agentloop.engine.interface import OnProgress
+from agentloop.observability.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, Generation, Lease
+from agentloop.values.capabilities import NO_NEEDS
 from agentloop_servers.app import OpenedModel, build_endpoint, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.registry import Sessions

@@ -22,12 +22,12 @@ from typing import Any
 
 import uvloop
 
-from agentloop.aio import tune_interpreter
+from agentloop.concurrency.aio import tune_interpreter
 from agentloop.types import SamplingParams
-from agentloop_servers import engine_parts
-from agentloop_servers.config import ServiceConfig, model_sizes
+from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.engines.vllm import config as vllm
 from agentloop_servers.engines.vllm.convert import sampling_params
+from agentloop_servers.processes import engine_parts
 from agentloop_sglang import config as sglang
 from agentloop_sglang.kind import config_of
 from tests.benchmarks.cpu_seconds import CpuSeconds

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import orjson
 import uvloop
 
-from agentloop.aio import tune_interpreter
 from agentloop.client.client import RolloutClient
 from agentloop.client.session import AgentSession
+from agentloop.concurrency.aio import tune_interpreter
 from agentloop.rollout.context import LoopContext
 from agentloop.types import Limits, Message, RolloutTask, ToolCall, Trajectory
 from agentloop_tools.calculator import calculator

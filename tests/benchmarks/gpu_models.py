@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from agentloop_servers.config import CHECKOUT
+from agentloop_servers.config.service import CHECKOUT
 from tests.benchmarks.shapes import SHAPES, Shape, make_tensors, write_checkpoint, write_model_folder
 from tests.support.records.model_folder import write_folder
 

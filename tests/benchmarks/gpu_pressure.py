@@ -39,7 +39,7 @@ import httpx
 import orjson
 import uvloop
 
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import free_port, running_service
 from tests.benchmarks import report
 from tests.benchmarks.endpoint_load import Connection

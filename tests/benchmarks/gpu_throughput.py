@@ -45,7 +45,7 @@ from typing import Any
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Trajectory
-from agentloop_servers.config import CHECKOUT, ServiceConfig, model_sizes
+from agentloop_servers.config.service import CHECKOUT, ServiceConfig, model_sizes
 from agentloop_servers.local import running_service
 from tests.benchmarks import report
 from tests.benchmarks.cpu_seconds import CpuSeconds

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from tests.benchmarks import report
 from tests.benchmarks.gpu_bare import ENGINES
 from tests.benchmarks.gpu_models import model_folder

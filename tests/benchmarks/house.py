@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentloop.client.client import RolloutClient
-from agentloop.logs import configure_logging
+from agentloop.observability.logs import configure_logging
 from agentloop.types import Message, RolloutTask
 from tests.support.service.whole_service import simulated_config, whole_service
 

@@ -33,13 +33,13 @@ from fastapi import FastAPI, Request, Response
 from rich.console import Console
 from rich.table import Table
 
-from agentloop.aio import tune_interpreter
-from agentloop.engine import Engine
-from agentloop.metrics import MetricsTally
+from agentloop.concurrency.aio import tune_interpreter
+from agentloop.engine.interface import Engine
+from agentloop.observability.metrics import MetricsTally
 from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import Trajectory
-from agentloop_servers.config import TracingSettings
+from agentloop_servers.config.service import TracingSettings
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer

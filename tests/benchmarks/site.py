@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaUpdate
-from agentloop.clock import RealClock
-from agentloop.engine import Delta, StageReport, WeightUpdate
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import Delta, StageReport, WeightUpdate
 from agentloop.fleet.registry import Fleet
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, SamplingParams

@@ -30,8 +30,8 @@ from statistics import fmean
 
 from agentloop.client import RolloutClient
 from agentloop.client.rollout import load_tasks
-from agentloop.logs import LOG_NAME, configure_logging
-from agentloop_servers.config import ServiceConfig, new_run_dir
+from agentloop.observability.logs import LOG_NAME, configure_logging
+from agentloop_servers.config.service import ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
 from tests.benchmarks import report
 from tests.benchmarks.balancer.arms.oracle import seconds_of

@@ -30,7 +30,7 @@ from agentloop.errors import AgentLoopError, TemplateError
 from agentloop.generation.self_test import DERIVED
 from agentloop.types import Message
 from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
-from agentloop_servers.config import ChatSettings
+from agentloop_servers.config.service import ChatSettings
 from tests.support.families.table import Family, write_model
 
 _BOS, _EOS = "<s>", "</s>"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from agentloop.engine import PushSource, TensorInfo
+from agentloop.engine.interface import PushSource, TensorInfo
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.sender import WeightSender
 from tests.benchmarks.shapes import SHAPES, make_tensors, set_version

@@ -16,7 +16,7 @@ from agentloop.api.facts import FactsQuery, ListOrder
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
 from agentloop.client.rollout import Rollout
-from agentloop.engine import MemoryTag, PushSource, TensorInfo, WeightUpdate
+from agentloop.engine.interface import MemoryTag, PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,

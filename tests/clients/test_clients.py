@@ -17,8 +17,8 @@ import pytest
 
 from agentloop.api.sessions import decode_trajectories
 from agentloop.types import Trajectory
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import build_engine
+from agentloop_servers.config.service import ServiceConfig
+from agentloop_servers.processes.engine_parts import build_engine
 from tests.support.engine.recording import RecordingEngine
 from tests.support.service.programs import output_of
 from tests.support.service.whole_service import whole_service

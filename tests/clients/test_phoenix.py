@@ -14,7 +14,7 @@ from aiohttp import ClientError, ClientSession
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Message, RolloutTask, Trajectory
-from agentloop_servers.tcp import listening_socket
+from agentloop_servers.net.tcp import listening_socket
 from agentloop_view.export import export_records
 from tests.parts.traces import test_tracing
 from tests.support.service.whole_service import simulated_config, whole_service

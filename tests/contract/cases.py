@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from agentloop.capabilities import Feature
-from agentloop.engine import Engine, WeightUpdate
+from agentloop.engine.interface import Engine, WeightUpdate
 from agentloop.types import BoolArray, Constraint, FloatArray, GenerateRequest, SamplingParams
+from agentloop.values.capabilities import Feature
 
 FIRST_UPDATE = 100
 """The first version the suite commits; a case starts its engine at a version below."""

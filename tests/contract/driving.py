@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from agentloop.checks import check_generation
-from agentloop.engine import Delta, Engine, WeightUpdate
+from agentloop.engine.interface import Delta, Engine, WeightUpdate
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, WeightVersionSpan
+from agentloop.values.checks import check_generation
 from tests.contract.cases import EngineCase
 
 TIMEOUT_S = 240.0  # a hang; engines on a busy host take more than a minute

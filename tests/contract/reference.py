@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agentloop.sampling import TurnSampling
 from agentloop.types import BoolArray, FloatArray
+from agentloop.values.sampling import TurnSampling
 
 
 def log_softmax(logits: FloatArray) -> FloatArray:

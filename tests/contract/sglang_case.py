@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from agentloop.request_watch import ReportPace
-from agentloop.sampling import LogprobsMode
+from agentloop.engine.request_watch import ReportPace
+from agentloop.values.sampling import LogprobsMode
 from agentloop_sglang.config import SglangConfig
 from agentloop_sglang.engine import SglangEngine
 from tests.contract.cases import EngineCase

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from agentloop.engine import Engine, WeightUpdate
-from agentloop.request_watch import ReportPace
-from agentloop.sampling import LogprobsMode
+from agentloop.engine.interface import Engine, WeightUpdate
+from agentloop.engine.request_watch import ReportPace
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
+from agentloop.values.sampling import LogprobsMode
 from tests.contract.cases import EngineCase
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentloop.engine import Adapter, WeightUpdate
+from agentloop.engine.interface import Adapter, WeightUpdate
 from agentloop.errors import (
     AdapterInUse,
     AdaptersFull,

@@ -1,4 +1,4 @@
-"""The engine contract (`agentloop/engine.py`), proved for every engine by the same tests.
+"""The engine contract (`agentloop/engine/interface.py`), proved for every engine by the same tests.
 
 How a test finds the middle of a generation: it asks for many tokens without a stop id and reads a stream until
 some have come. Nothing here sleeps for a fixed time to get there.
@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.capabilities import Feature
-from agentloop.checks import check_checkpoint, check_generation
-from agentloop.engine import ALL_MEMORY, HeldIn, MemoryTag, Progress, PushSource
+from agentloop.engine.interface import ALL_MEMORY, HeldIn, MemoryTag, Progress, PushSource
+from agentloop.engine.request_watch import StreamPace
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -30,9 +29,6 @@ from agentloop.errors import (
     WeightUpdateFailed,
     WeightVersionNotServed,
 )
-from agentloop.request_watch import StreamPace
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     FinishReason,
     Generation,
@@ -42,6 +38,10 @@ from agentloop.types import (
     WeightVersionSpan,
     clip_spans,
 )
+from agentloop.values.capabilities import Feature
+from agentloop.values.checks import check_checkpoint, check_generation
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 from tests.contract.cases import EngineCase
 from tests.contract.driving import SOME_TOKENS, TIMEOUT_S, Reading, commit_next, generated, is_idle, merged, until
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentloop.capabilities import Feature, features_asked
 from agentloop.parsers.by_name import get_parser
-from agentloop.sampling import LogprobsMode, turn_sampling
 from agentloop.types import Constraint, ConstraintKind, FloatArray, GenerateRequest, Generation, KVPolicy
+from agentloop.values.capabilities import Feature, features_asked
+from agentloop.values.sampling import LogprobsMode, turn_sampling
 from tests.contract.cases import EngineCase
 from tests.contract.driving import Reading, commit_next, generated
 from tests.contract.reference import log_softmax, sampled_logprobs

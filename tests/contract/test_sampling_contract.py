@@ -8,12 +8,12 @@ import math
 
 import pytest
 
-from agentloop.capabilities import CONSTRAINTS, Feature
-from agentloop.engine import Delta
+from agentloop.engine.interface import Delta
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import Constraint, ConstraintKind, FinishReason, KVPolicy, PauseMode, ToolCallStatus
+from agentloop.values.capabilities import CONSTRAINTS, Feature
 from tests.contract.cases import EngineCase
 from tests.contract.driving import TIMEOUT_S, Reading, generated
 from tests.support.families.derived import NAMES, derived_chat

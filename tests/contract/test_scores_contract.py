@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from agentloop.capabilities import Feature
 from agentloop.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter, WeightVersionNotServed
-from agentloop.sampling import LogprobsMode, VersionDemand
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode
+from agentloop.values.capabilities import Feature
+from agentloop.values.sampling import LogprobsMode, VersionDemand
 from tests.contract.cases import EngineCase
 from tests.contract.driving import commit_next, generated
 from tests.contract.reference import log_softmax

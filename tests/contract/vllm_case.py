@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from agentloop.request_watch import ReportPace
-from agentloop.sampling import LogprobsMode
+from agentloop.engine.request_watch import ReportPace
 from agentloop.types import FloatArray
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.contract.cases import EngineCase

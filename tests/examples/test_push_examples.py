@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from agentloop.plugins import resolve
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.endpoint.front_door import serving

@@ -10,10 +10,10 @@ import transformers
 from safetensors import safe_open
 
 from agentloop.client.rollout import load_tasks
-from agentloop.codec import from_builtins
 from agentloop.errors import ToolError
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.types import RolloutTask
+from agentloop.values.codec import from_builtins
 from agentloop_tools.calculator import evaluate
 from agentloop_tools.python import PythonTool
 from examples.tiny_policy import tasks as generator

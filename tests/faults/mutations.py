@@ -30,13 +30,13 @@ _ACCEPT = "await self._store.accept(rollout_id, groups, terms, encoded)"
 _ADD = "self.queue.add(rollout_id, self._clock.now())"
 _WORKER = "agentloop/rollout/worker.py"
 _BATCHES, _PARTS = "agentloop/client/batches.py", "agentloop/client/rollout.py"
-_HELD, _ADAPTERS = "agentloop/held_adapters.py", "agentloop/fleet/adapter_sync.py"
+_HELD, _ADAPTERS = "agentloop/engine/adapters.py", "agentloop/fleet/adapter_sync.py"
 _SESSION, _SESSION_CALLS = "agentloop/sessions/session.py", "agentloop/sessions/calls.py"
 _POSTGRES = "servers/agentloop_postgres/home.py"
 _PUBLISHED = "servers/agentloop_store"
 _JOURNAL, _HOMES = "agentloop/rollout/turn_journal.py", "agentloop/rollout/journal_homes.py"
 _TOOLBOX, _ENVIRONMENT = "agentloop/rollout/toolbox.py", "agentloop/rollout/environment.py"
-_DIGEST, _LIFECYCLE = "agentloop/weight_digest.py", "agentloop/engine_lifecycle.py"
+_DIGEST, _LIFECYCLE = "agentloop/engine/weight_digest.py", "agentloop/engine/lifecycle.py"
 _SCHEMA, _MCP = "agentloop/parsers/json_schema.py", "tools/agentloop_tools/mcp.py"
 _PUT = 'self._store.put(index, sorted(folder.glob("*.safetensors")))'
 _ADVANCE = "self._store.advance(version)"
@@ -584,7 +584,7 @@ MUTATIONS = (
     ),
     Mutation(
         "equal_logits_pass",
-        "agentloop/canary.py",
+        "agentloop/engine/canary.py",
         "if max(logprobs) <= _TOLERANCE - math.log(vocab_size):",
         "if False:",
         _CANARY_TESTS,

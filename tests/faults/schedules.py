@@ -10,8 +10,8 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from agentloop.clock import VirtualClock
-from agentloop.engine import ALL_MEMORY
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import ALL_MEMORY
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Trajectory
 from tests.faults import checker

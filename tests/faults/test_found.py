@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import ServiceUnavailable
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.toolbox import Toolbox

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.types import Lease, Limits, Message, RolloutGroup, RolloutTask
 from tests.faults import checker
 from tests.support.fleet.live_run import write_checkpoint

@@ -10,7 +10,7 @@ import asyncio
 
 import pytest
 
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from tests.faults import run
 from tests.faults.run import mixed_seeds, run_batch
 from tests.faults.schedules import FIRST_OF_ADAPTERS, FIRST_OF_BATCHES, FIRST_OF_TURNS, FOUND_SEEDS

@@ -15,8 +15,8 @@ from typing import TypeVar
 import pytest
 
 from agentloop.api.coordinator import AdapterPush, ReplicaRegistration, RolloutTerms
-from agentloop.clock import VirtualClock
-from agentloop.engine import Adapter, OnProgress, StageReport
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import Adapter, OnProgress, StageReport
 from agentloop.errors import (
     AdapterInUse,
     AdaptersFull,

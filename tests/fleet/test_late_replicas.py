@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.engine import WeightUpdate
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import CheckpointUnreadable, WeightUpdateFailed
 from agentloop.fleet.desired_state import FleetWeights, UpdateSource
 from agentloop.fleet.registry import ReplicaState

@@ -5,15 +5,15 @@ import asyncio
 import pytest
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.engine import ALL_MEMORY, WeightUpdate
+from agentloop.engine.interface import ALL_MEMORY, WeightUpdate
 from agentloop.errors import EngineUnusable, WeightsRefused, WeightUpdateFailed
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
-from agentloop.sampled_tokens import SampledTokens
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
+from agentloop.values.sampled_tokens import SampledTokens
 from tests.support.engine.engines import SLEEPER
 from tests.support.fleet.pushes import Sender, Wire
 from tests.support.fleet.weights import CONFIG, FleetSite, virtual

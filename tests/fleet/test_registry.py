@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
 from agentloop.errors import InvariantBroken
 from agentloop.fleet.registry import MOVES, Fleet, FleetConfig, ReplicaState
 from agentloop.types import Load

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import structlog
 
-from agentloop.engine import PublishedSource, WeightUpdate
+from agentloop.engine.interface import PublishedSource, WeightUpdate
 from agentloop.errors import ChecksumMismatch, InvariantBroken, StoreUnreachable
 from agentloop.fleet.store_follower import MAX_BACKOFF_S, FollowedStore, StoreFollower
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.engine import GroupBackend, GroupInit, LeaveGroup, TensorInfo, TransferPart
+from agentloop.engine.interface import GroupBackend, GroupInit, LeaveGroup, TensorInfo, TransferPart
 from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NotFound, WeightUpdateFailed
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.trainer_groups import TrainerGroups

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.engine import Adapter, HeldIn, StageReport, WeightUpdate
+from agentloop.engine.interface import Adapter, HeldIn, StageReport, WeightUpdate
+from agentloop.engine.weight_digest import ADAPTER_CONFIG, are_comparable, read_files
 from agentloop.errors import CheckpointUnreadable, ChecksumMismatch, Conflict
 from agentloop.fleet.desired_state import FleetWeights
 from agentloop.fleet.registry import ReplicaState
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import KVPolicy
-from agentloop.weight_digest import ADAPTER_CONFIG, are_comparable, read_files
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint, read_contents
 from tests.support.fleet.pushes import Receiver, Wire
 from tests.support.fleet.weights import FleetSite, virtual

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.engine import HeldIn, WeightUpdate
+from agentloop.engine.interface import HeldIn, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 import uvloop
 
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.generation.deadline import Deadline
 
 Test = Callable[[VirtualClock], Coroutine[None, None, None]]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from agentloop.api.coordinator import LeaseOrders, LeaseReport, TurnBegun, TurnEnded, prefixes_of
-from agentloop.capabilities import NO_NEEDS, Needs
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import InvalidRequest, NoHealthyReplica, NotFound, ServiceUnavailable
 from agentloop.generation.leases import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.types import (
@@ -22,6 +21,7 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
+from agentloop.values.capabilities import NO_NEEDS, Needs
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 

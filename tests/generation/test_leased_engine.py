@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentloop.checks import check_generation
-from agentloop.clock import VirtualClock
-from agentloop.engine import Delta, OnProgress, Progress
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import Delta, OnProgress, Progress
 from agentloop.errors import (
     AgentLoopError,
     DeadlineExceeded,
@@ -31,7 +30,6 @@ from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import TURN_GRACE_S, CallLeases, LeasedEngine, continued
 from agentloop.generation.leases import LeaseConfig, LeaseReporter
 from agentloop.images import Image, ImageTokens
-from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -44,6 +42,8 @@ from agentloop.types import (
     VersionDemand,
     WeightVersionSpan,
 )
+from agentloop.values.checks import check_generation
+from agentloop.values.sampled_tokens import SampledTokens
 from tests.support.engine.engines import leased
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 

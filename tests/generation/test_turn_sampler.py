@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.codec import encode
-from agentloop.engine import Delta, OnProgress, TokenEngine
+from agentloop.engine.interface import Delta, OnProgress, TokenEngine
 from agentloop.errors import DeadlineExceeded, EngineLost, EnginePaused, InvalidRequest, MalformedEngineResponse
 from agentloop.generation.leased_engine import MAX_ABORTS
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text
@@ -41,6 +40,7 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
+from agentloop.values.codec import encode
 from tests.support.engine.engines import leased
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import RENDERER, SPEC, call, ids, started

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from agentloop.engine import Adapter, Delta
+from agentloop.engine.interface import Adapter, Delta
 from agentloop.errors import AdaptersFull
 from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig

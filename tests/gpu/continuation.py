@@ -34,11 +34,11 @@ import torch
 
 from agentloop.api.coordinator import UpdateReport
 from agentloop.client.client import RolloutClient
-from agentloop.engine import Engine
+from agentloop.engine.interface import Engine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, SamplingParams
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import build_engine
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import running_service
+from agentloop_servers.processes.engine_parts import build_engine
 from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
 from tests.gpu.policy import service_config, show_gpus, write_policy

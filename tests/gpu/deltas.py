@@ -27,7 +27,7 @@ import numpy as np
 from agentloop.api.coordinator import UpdateReport
 from agentloop.client.client import RolloutClient
 from agentloop.client.publish import PublishOptions, PublishReport, TensorBytes, open_publisher
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import running_service
 from agentloop_store.publisher import tensors_of
 from tests.benchmarks.gpu_models import model_folder

@@ -27,7 +27,7 @@ import numpy as np
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Trajectory
-from agentloop_servers.config import CHECKOUT, ServiceConfig
+from agentloop_servers.config.service import CHECKOUT, ServiceConfig
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, table
 from tests.gpu.recompute import MAX_DIFFERENCE, roll_out_over_update

@@ -23,9 +23,9 @@ from statistics import median
 from typing import Any
 
 from agentloop.client.client import RolloutClient
-from agentloop.logs import LOG_NAME
+from agentloop.observability.logs import LOG_NAME
 from agentloop.types import Generation, Judge, Limits, Message, RolloutTask
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import running_service
 from tests.benchmarks.gpu_models import model_folder
 from tests.benchmarks.report import finish, say, table

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from tests.benchmarks.shapes import Shape, write_checkpoint, write_model_folder
 from tests.support.records.model_folder import write_folder
 

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
-from agentloop.engine import PushSource, TensorInfo
+from agentloop.engine.interface import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, view

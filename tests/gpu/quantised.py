@@ -35,10 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentloop.engine import CommitReport, PushSource, StageReport, WeightUpdate
-from agentloop.mismatch import mismatch
+from agentloop.engine.interface import CommitReport, PushSource, StageReport, WeightUpdate
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
-from agentloop_servers.config import CHECKOUT
+from agentloop.values.mismatch import mismatch
+from agentloop_servers.config.service import CHECKOUT
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.weight_transfer.broadcast import Outgoing

@@ -26,7 +26,7 @@ import numpy as np
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.types import Trajectory
-from agentloop_servers.config import CHECKOUT, ServiceConfig
+from agentloop_servers.config.service import CHECKOUT, ServiceConfig
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, table
 from tests.servers.recompute import POLICY, difference

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentloop.engine import Delta, WeightUpdate
-from agentloop.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams
+from agentloop.engine.interface import Delta, WeightUpdate
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
+from agentloop.values.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams
 from agentloop_sglang.config import SglangConfig
 from agentloop_sglang.engine import SglangEngine
 from tests.benchmarks.report import finish, table

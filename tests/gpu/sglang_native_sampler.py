@@ -20,7 +20,7 @@ import torch
 from sglang import Engine
 from transformers import AutoModelForCausalLM
 
-from agentloop.sampling import TurnSampling
+from agentloop.values.sampling import TurnSampling
 from tests.benchmarks.report import finish, table
 from tests.contract.reference import sampled_logprobs
 

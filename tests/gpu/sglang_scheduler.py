@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentloop import codec
-from agentloop.engine import CommitReport
+from agentloop.engine.interface import CommitReport
+from agentloop.values import codec
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_servers.weight_transfer.worker_calls import (
     CALL,

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentloop.sampling import LogprobsMode
 from agentloop.types import GenerateRequest, Generation, SamplingParams
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.process import SchedulerStats

@@ -8,7 +8,7 @@ from functools import partial
 
 from ray.scripts.scripts import main
 
-from agentloop_servers.ray_start import PATIENCE, PatientNode, RayStart, nodes_made_by
+from agentloop_servers.cluster.ray_start import PATIENCE, PatientNode, RayStart, nodes_made_by
 
 if __name__ == "__main__":
     for name, value in PATIENCE.items():

@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentloop.engine import PushSource
-from agentloop.sampling import SamplingParams
+from agentloop.engine.interface import PushSource
 from agentloop.types import GenerateRequest
+from agentloop.values.sampling import SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.weight_transfer.sender import SendReport

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from agentloop.api.coordinator import MAX_HAND_IN, Refusal
 from agentloop.api.encoded_record import EncodedRecord
-from agentloop.codec import decode, encode
 from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop.rollout import hand_ins as module
 from agentloop.rollout.hand_ins import HandIns
 from agentloop.types import StopReason, Trajectory
+from agentloop.values.codec import decode, encode
 from tests.support.records.samples import encoded, make_trajectory
 
 AGES = st.none() | st.integers(0, 2**62)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentloop.clock import VirtualClock
-from agentloop.engine import MemoryTag
-from agentloop.request_watch import ReportPace
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import MemoryTag
+from agentloop.engine.request_watch import ReportPace
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import PauseMode, StopReason
 from tests.support.fleet.killed_replicas import (

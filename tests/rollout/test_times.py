@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import msgspec
 
-from agentloop import codec
 from agentloop.errors import ToolError
 from agentloop.rollout.tool import tool
 from agentloop.types import Limits, LossCause, OnExcess, ToolOutcome, Trajectory
+from agentloop.values import codec
 from tests.rollout.test_turn_journal import LOOKUPS, Lookup, at_work, written
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator

@@ -10,7 +10,6 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from agentloop.codec import encode, to_builtins
 from agentloop.errors import EngineLost, ServiceUnavailable
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.journal_homes import JournalFolder
@@ -33,6 +32,7 @@ from agentloop.types import (
     ToolResult,
     WeightVersionSpan,
 )
+from agentloop.values.codec import encode, to_builtins
 from tests.support.engine.scripted import call
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.lost_worker import HangingEngine, Relay, files

@@ -11,13 +11,13 @@ from typing import ClassVar
 import pytest
 from structlog.testing import capture_logs
 
-from agentloop import aio
-from agentloop.aio import MAX_ABANDONED_THREADS, LoopWatch, num_abandoned_threads
-from agentloop.codec import decode, encode
+from agentloop.concurrency import aio
+from agentloop.concurrency.aio import MAX_ABANDONED_THREADS, LoopWatch, num_abandoned_threads
 from agentloop.errors import InvalidRequest
 from agentloop.rollout.tool import ToolSpec, tool
 from agentloop.rollout.toolbox import Toolbox, capped
 from agentloop.types import Limits, Message, RolloutTask, StopReason, ToolCall, Trajectory
+from agentloop.values.codec import decode, encode
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.worker import running_worker, task

@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from agentloop import codec
 from agentloop.api.coordinator import Orders
-from agentloop.clock import VirtualClock
-from agentloop.endings import FailureClass
-from agentloop.engine import WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import ServiceUnavailable, StorageFull, TemplateNotPrefixStable
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.tool import ToolSpec
-from agentloop.sampling import LogprobsMode
 from agentloop.score import PathScore, Score
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import (
@@ -34,6 +31,9 @@ from agentloop.types import (
     StopReason,
     Trajectory,
 )
+from agentloop.values import codec
+from agentloop.values.endings import FailureClass
+from agentloop.values.sampling import LogprobsMode
 from agentloop_tools.calculator import calculator
 from agentloop_trainers.batches import group_rows
 from tests.support.engine.policies import ScriptedPolicy

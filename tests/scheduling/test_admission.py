@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from agentloop.api.coordinator import HeldLease, LeaseReport, ReplicaReport, TurnEnded
-from agentloop.capabilities import Needs
 from agentloop.errors import ModelNotFound, NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.kv_share import KVShare, ShareBounds
 from agentloop.types import Load
+from agentloop.values.capabilities import Needs
 from tests.scheduling.test_balancer import add, demand, fleet_of, session
 
 SHORT = BalancerConfig(usual_growth_tokens=1000.0)

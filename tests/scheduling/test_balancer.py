@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agentloop.api.coordinator import LeaseReport, ReplicaRegistration
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet, ReplicaState
 from agentloop.scheduling.balancer import Balancer, BalancerConfig

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.capabilities import (
+from agentloop.engine.interface import EngineInfo
+from agentloop.errors import NoHealthyReplica, UnsupportedParameter
+from agentloop.fleet.registry import Fleet, FleetConfig
+from agentloop.scheduling.balancer import Balancer
+from agentloop.scheduling.lease_table import Demand
+from agentloop.types import Lease
+from agentloop.values.capabilities import (
     CONSTRAINTS,
     NO_NEEDS,
     NOT_SPECULATIVE,
@@ -22,14 +28,8 @@ from agentloop.capabilities import (
     features_of,
     needs_of,
 )
-from agentloop.checks import check_sampling
-from agentloop.engine import EngineInfo
-from agentloop.errors import NoHealthyReplica, UnsupportedParameter
-from agentloop.fleet.registry import Fleet, FleetConfig
-from agentloop.sampling import Constraint, ConstraintKind, SamplingParams
-from agentloop.scheduling.balancer import Balancer
-from agentloop.scheduling.lease_table import Demand
-from agentloop.types import Lease
+from agentloop.values.checks import check_sampling
+from agentloop.values.sampling import Constraint, ConstraintKind, SamplingParams
 
 NOW = 0.0
 ENTRIES = {  # features, context

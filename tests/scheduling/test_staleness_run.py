@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.storage.summary import Summary, summarize
 from agentloop.types import GenerateRequest, Generation, KVPolicy, OnStale, StalenessLimit, StopReason, Trajectory
 from tests.support.fleet.live_run import PAUSE_S, SPEC, LiveRun, live_run, talk, write_checkpoint

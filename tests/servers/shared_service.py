@@ -16,7 +16,7 @@ import aiohttp
 import openai
 
 from agentloop.client.client import RolloutClient
-from agentloop.logs import LOG_NAME
+from agentloop.observability.logs import LOG_NAME
 from tests.servers.processes import deployed
 
 NUM_INGRESS = 2

@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 
 from agentloop.client.client import RolloutClient
-from agentloop.engine import OnProgress
+from agentloop.engine.interface import OnProgress
 from agentloop.errors import AdapterInUse, Forbidden, InvalidRequest, ModelNotFound, NotFound
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, Generation, Message, RolloutTask
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.ingress.admin import ModeRules
 from tests.servers.test_users import ROOT, digest, write
 from tests.support.engine.scripted import RENDERER

@@ -12,7 +12,7 @@ import torch
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Limits, Message, RolloutTask, Trajectory
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import running_service
 from tests.servers.test_users import ROOT, digest, write
 from tests.support.transfer.adapters import POLICY, merged_model, write_adapter

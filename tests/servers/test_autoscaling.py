@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from agentloop.api.coordinator import QueueStatus, ReplicaStatus, RolloutStatus, ServiceStatus
 from agentloop.client.client import RolloutClient
 from agentloop.types import Limits, Load, Message, RolloutTask
-from agentloop_servers import placement
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_config import EngineEntry
+from agentloop_servers.config.engines import EngineEntry
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import running_service
-from agentloop_servers.placement import replicas_wanted
+from agentloop_servers.processes import placement
+from agentloop_servers.processes.placement import replicas_wanted
 
 ROOT = Path(__file__).parents[2]
 

@@ -24,7 +24,7 @@ from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.renderer import RenderSettings, TemplateRenderer
 from agentloop.types import Message, ToolCall, ToolCallStatus
 from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
-from agentloop_servers.config import ChatSettings
+from agentloop_servers.config.service import ChatSettings
 from tests.support.families.table import FAMILY, write_family
 
 HERE = __name__ if "." in __name__ else f"tests.servers.{__name__}"

@@ -10,13 +10,14 @@ import pytest
 import ray
 
 from agentloop.errors import InvalidRequest
-from agentloop_servers import cluster, local
+from agentloop_servers import local
 from agentloop_servers.app import check_hosts, check_resources
-from agentloop_servers.config import ClusterSettings, ServiceConfig
-from agentloop_servers.engine_parts import engine_actor_options, engine_placement
+from agentloop_servers.cluster.nodes import nodes as cluster
+from agentloop_servers.config.service import ClusterSettings, ServiceConfig
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.settings import sized
-from agentloop_servers.tcp import listening_socket
+from agentloop_servers.net.tcp import listening_socket
+from agentloop_servers.processes.engine_parts import engine_actor_options, engine_placement
+from agentloop_servers.processes.settings import sized
 
 Address = namedtuple("Address", "address")
 KEYS = Keys.of(["user"], "admin")

@@ -9,8 +9,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from agentloop_servers.config import NamedModel, ServiceConfig
-from agentloop_servers.engine_config import EngineConfig, EngineEntry
+from agentloop_servers.config.engines import EngineConfig, EngineEntry
+from agentloop_servers.config.service import NamedModel, ServiceConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration

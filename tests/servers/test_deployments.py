@@ -8,7 +8,7 @@ from ray.serve._private.build_app import build_app
 from ray.serve.deployment import deployment_to_schema
 
 from agentloop_servers.app import application
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 
 CONFIG = Path(__file__).parents[2] / "servers" / "simulated.yaml"
 MAX_UNNOTICED_S = {"Coordinator": 1.0}  # all wait for it

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from agentloop.capabilities import Feature
 from agentloop.errors import InvalidRequest
+from agentloop.values.capabilities import Feature
 from agentloop_servers.app import application
-from agentloop_servers.config import ServiceConfig, model_sizes
-from agentloop_servers.engine_parts import build_engine, engine_actor_options, process_fields, vllm_config
-from agentloop_servers.settings import replica_config, sized, weight_config
+from agentloop_servers.config.service import ServiceConfig, model_sizes
+from agentloop_servers.processes.engine_parts import build_engine, engine_actor_options, process_fields, vllm_config
+from agentloop_servers.processes.settings import replica_config, sized, weight_config
 from agentloop_sglang.kind import config_of
 
 MODEL = "examples/tiny_policy/v0"

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from agentloop.storage.home import shown_url
 from agentloop_servers.cli.commands import app as command
-from agentloop_servers.config import IMPORT_PATH, ServiceConfig
-from agentloop_servers.run_store import check_store, keep_url, open_store, url_elsewhere
+from agentloop_servers.config.service import IMPORT_PATH, ServiceConfig
+from agentloop_servers.run.store import check_store, keep_url, open_store, url_elsewhere
 from tests.support.service.postgres_server import PostgresServer
 from tests.support.service.whole_service import SECRET, simulated_config
 

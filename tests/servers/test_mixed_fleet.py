@@ -18,7 +18,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest
 from agentloop.simulation.policy import HashPolicy
 from agentloop.types import GenerateRequest, Limits, Message, RolloutTask, SamplingParams, TokenPath, Trajectory
-from agentloop_servers.config import ServiceConfig, model_sizes
+from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.local import running_service
 from tests.servers.processes import deployed
 from tests.servers.test_engine_config import second_environment

@@ -17,7 +17,7 @@ from agentloop.errors import InvalidRequest, ModelNotFound, NotFound, RewardErro
 from agentloop.rollout.models import ModelCall, judge_score
 from agentloop.types import Judge, Message, RolloutTask
 from agentloop_servers.app import ModelRun, application
-from agentloop_servers.config import NamedModel, ServiceConfig
+from agentloop_servers.config.service import NamedModel, ServiceConfig
 from tests.support.service.whole_service import SECRET, ServiceSite, simulated_config, whole_site
 
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

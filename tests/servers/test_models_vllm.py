@@ -9,7 +9,7 @@ import pytest
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import StopReason
-from agentloop_servers.config import ServiceConfig, WorkerSettings
+from agentloop_servers.config.service import ServiceConfig, WorkerSettings
 from agentloop_servers.local import running_service
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]

@@ -22,13 +22,13 @@ import yaml
 
 from agentloop.client.client import RolloutClient
 from agentloop.errors import NotFound
-from agentloop.metrics import FAMILIES, PREFIX, Kind
+from agentloop.observability.metrics import FAMILIES, PREFIX, Kind
 from agentloop.rollout.context import LoopContext
 from agentloop.types import Message, RolloutTask, ToolCall
 from agentloop_servers import metrics
 from agentloop_servers.coordinator import coordinator
 from agentloop_servers.http.auth import Keys, key_digest
-from agentloop_servers.tcp import listening_socket
+from agentloop_servers.net.tcp import listening_socket
 from tests.support.service.whole_service import simulated_config, whole_site
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentloop.errors import ServiceUnavailable
-from agentloop_servers.public_port import PortKeeper, PublicPort
-from agentloop_servers.tcp import listening_socket
+from agentloop_servers.net.public_port import PortKeeper, PublicPort
+from agentloop_servers.net.tcp import listening_socket
 
 
 class Keepers:

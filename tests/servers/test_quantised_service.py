@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from agentloop.api.coordinator import ServiceStatus
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
-from agentloop.engine import WeightUpdate
+from agentloop.engine.interface import WeightUpdate
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import GenerateRequest, Generation, Limits, PauseMode, SamplingParams, Trajectory
-from agentloop_servers.config import CHECKOUT, ServiceConfig
-from agentloop_servers.engine_parts import build_engine
+from agentloop_servers.config.service import CHECKOUT, ServiceConfig
 from agentloop_servers.local import running_service
+from agentloop_servers.processes.engine_parts import build_engine
 from agentloop_verify.check_logprobs import check_logprobs, engine_references, plain_references
 from tests.support.transfer.adapters import POLICY, write_adapter
 

@@ -15,7 +15,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.rollout.tool import tool
 from agentloop.types import Trajectory
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import running_service
 from agentloop_tools.calculator import evaluate
 from tests.benchmarks.soak_processes import Tree

@@ -15,7 +15,7 @@ import pytest
 from agentloop.errors import Conflict, InvalidRequest
 from agentloop.storage.sqlite import Schema, open_database
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop_servers.config import (
+from agentloop_servers.config.service import (
     ServiceConfig,
     keep_config,
     made_run_dir,
@@ -24,8 +24,8 @@ from agentloop_servers.config import (
     saved_config,
 )
 from agentloop_servers.http.auth import SessionKeys
-from agentloop_servers.locks import RUN_LOCK, take_run_lock
-from agentloop_servers.run_store import check_store
+from agentloop_servers.run.locks import RUN_LOCK, take_run_lock
+from agentloop_servers.run.store import check_store
 
 
 def test_the_keys_of_sessions_are_good_after_another_deployment(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_two_runs_have_two_directories(tmp_path: Path) -> None:
 
 HOLDER = """
 import asyncio, pathlib, sys, time
-from agentloop_servers.locks import take_run_lock
+from agentloop_servers.run.locks import take_run_lock
 lock = asyncio.run(take_run_lock(pathlib.Path(sys.argv[1]), 0.0))
 print("held", flush=True)
 time.sleep(60)

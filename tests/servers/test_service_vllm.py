@@ -26,7 +26,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.errors import WeightVersionNotServed
 from agentloop.types import Generation, KVPolicy, RolloutTask, Trajectory, VersionDemand
-from agentloop_servers.config import MetricsSettings, ServiceConfig, TracingSettings
+from agentloop_servers.config.service import MetricsSettings, ServiceConfig, TracingSettings
 from agentloop_servers.local import running_service
 from tests.parts.traces.test_spans import attributes_of
 from tests.parts.traces.test_tracing import Receiver, receiving

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agentloop.errors import InvalidRequest
-from agentloop_servers.config import ServiceConfig, keep_config
-from agentloop_servers.host import THREADS, prepare_engine_process, usable_cpus
-from agentloop_servers.settings import processes_for, sized
+from agentloop_servers.cluster.host import THREADS, prepare_engine_process, usable_cpus
+from agentloop_servers.config.service import ServiceConfig, keep_config
+from agentloop_servers.processes.settings import processes_for, sized
 
 AS_NOBODY = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534); "
 
@@ -66,7 +66,7 @@ def test_the_cpus_of_this_process() -> None:
 def prepared(before: str, num_threads: int | None) -> str:
     """What a process has after its preparation that began at nice 15, as actors of Ray do."""
     code = (
-        "from agentloop_servers.host import prepare_engine_process\n"
+        "from agentloop_servers.cluster.host import prepare_engine_process\n"
         f"import os, threading; os.nice(15); os.environ[{THREADS!r}] = '1'; {before}"
         "threading.Thread(target=lambda: threading.Event().wait(60), daemon=True).start()\n"
         f"prepare_engine_process({num_threads})\n"

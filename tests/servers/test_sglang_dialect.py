@@ -19,9 +19,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentloop.engine import Engine
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import build_engine
+from agentloop.engine.interface import Engine
+from agentloop_servers.config.service import ServiceConfig
+from agentloop_servers.processes.engine_parts import build_engine
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
 
 WEIGHTS = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v1"

@@ -10,7 +10,7 @@ import pytest
 
 PROCESS = """
 import asyncio, ctypes, os, signal, sys, threading, time
-from agentloop_servers.serve_process import end_on_sigterm
+from agentloop_servers.processes.serve_process import end_on_sigterm
 
 async def close():
     print("closing", flush=True)
@@ -77,8 +77,8 @@ def test_it_closes_and_ends(source, status, said):
 
 HUNG_UP = """
 import asyncio, os, pathlib, signal, sys
-from agentloop_servers.locks import pass_on_signal, take_lock
-from agentloop_servers.serve_process import on_sighup
+from agentloop_servers.run.locks import pass_on_signal, take_lock
+from agentloop_servers.processes.serve_process import on_sighup
 
 async def serve():
     told = asyncio.Event()

@@ -18,7 +18,7 @@ import yaml
 
 from agentloop.errors import InvalidRequest
 from agentloop_servers.app import check_resources
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import start_ray, stop_ray
 
 ROOT = Path(__file__).parents[2]

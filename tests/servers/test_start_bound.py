@@ -9,7 +9,7 @@ import pytest
 
 PROCESS = """
 import ctypes, time
-from agentloop_servers.serve_process import ends_unless_done
+from agentloop_servers.processes.serve_process import ends_unless_done
 
 mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
 with ends_unless_done(0.2, "the engine's start"):

@@ -14,12 +14,12 @@ import yaml
 from structlog.testing import capture_logs
 
 from agentloop.api.owners import UserLimits, UserTable
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import InvalidRequest
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.endpoint.users import ServedUsers
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.users import load_users, table_of

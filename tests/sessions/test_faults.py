@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 from agentloop.chat.call import ChatResult
-from agentloop.clock import VirtualClock
-from agentloop.engine import WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState

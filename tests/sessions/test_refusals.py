@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from agentloop.chat.call import ToolChoice
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,

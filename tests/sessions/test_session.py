@@ -5,12 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop import codec
 from agentloop.chat.call import ToolChoice
-from agentloop.clock import VirtualClock
-from agentloop.engine import WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import WeightUpdate
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
-from agentloop.sampling import LogprobsMode, turn_sampling
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionRecord
 from agentloop.trajectory.node import ModelCallState
@@ -24,6 +22,8 @@ from agentloop.types import (
     VersionDemand,
     WeightVersionSpan,
 )
+from agentloop.values import codec
+from agentloop.values.sampling import LogprobsMode, turn_sampling
 from tests.support.endpoint.sessions import (
     CALCULATOR,
     MemoryJournal,

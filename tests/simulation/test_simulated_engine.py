@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.capabilities import CONSTRAINTS
-from agentloop.checks import check_generation
-from agentloop.clock import VirtualClock
-from agentloop.engine import CommitReport, Delta, HeldIn, PushSource, StageReport, WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import CommitReport, Delta, HeldIn, PushSource, StageReport, WeightUpdate
+from agentloop.engine.request_watch import StreamPace
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -28,8 +27,6 @@ from agentloop.errors import (
     UnsupportedParameter,
     WeightUpdateFailed,
 )
-from agentloop.request_watch import StreamPace
-from agentloop.sampling import LogprobsMode
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, HashPolicy, LatencyModel, Malformation
 from agentloop.types import (
@@ -42,6 +39,9 @@ from agentloop.types import (
     PauseMode,
     SamplingParams,
 )
+from agentloop.values.capabilities import CONSTRAINTS
+from agentloop.values.checks import check_generation
+from agentloop.values.sampling import LogprobsMode
 from tests.contract.simulated_case import write_checkpoint
 from tests.support.engine.policies import ScriptedPolicy, continuation
 from tests.support.fleet.pushes import Sender, Wire

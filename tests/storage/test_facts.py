@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop import codec
 from agentloop.api.coordinator import RolloutTerms
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery, ListOrder, facts_of
@@ -16,6 +15,7 @@ from agentloop.storage import facts
 from agentloop.storage.retention import RetentionPolicy, Unfinished
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Message, StopReason, Timings, Trajectory
+from agentloop.values import codec
 from tests.support.records.samples import encoded, make_group, make_trajectory
 from tests.support.service.store_home import StoreHome
 

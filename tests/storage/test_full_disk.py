@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from agentloop.clock import RealClock
+from agentloop.concurrency.clock import RealClock
 from agentloop.errors import AgentLoopError, ServiceUnavailable, StorageFull
 from agentloop.sessions.journal import SessionRecord
 from agentloop.storage.disk_room import DiskRoom, is_full

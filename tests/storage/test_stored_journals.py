@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from agentloop.api.coordinator import JournalPart
-from agentloop.codec import encode
 from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop.rollout.journal_homes import StoredJournals
 from agentloop.rollout.turn_journal import FinishedTurn, RunJournal, ToolAnswers, TurnJournal
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import ToolResult
+from agentloop.values.codec import encode
 from tests.rollout.test_turn_journal import ASSIGNMENT, finished_turns
 from tests.support.records.samples import encoded, make_group, make_trajectory
 from tests.support.service.store_home import StoreHome

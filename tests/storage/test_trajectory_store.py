@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentloop import codec
 from agentloop.api.annotations import SampleAnnotation, annotation_of
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsQuery
@@ -23,6 +22,7 @@ from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.images import IMAGES_FOLDER
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from agentloop.types import Trajectory
+from agentloop.values import codec
 from tests.support.records.samples import encoded, make_group, make_trajectory
 from tests.support.records.vision_folder import picture
 from tests.support.service.store_home import StoreHome

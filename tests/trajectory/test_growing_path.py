@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.codec import encode
 from agentloop.errors import InvariantBroken
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import FinishReason, Generation, Message, TokenPath, Turn, WeightVersionSpan
+from agentloop.values.codec import encode
 from tests.support.records.turns import make_reply
 
 

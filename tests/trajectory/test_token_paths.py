@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop import codec
 from agentloop.errors import InvariantBroken
-from agentloop.sampling import TurnSampling
 from agentloop.trajectory.node import Node, Split
 from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import SplitReason, StopReason, TokenPath, Trajectory, Turn, WeightVersionSpan
+from agentloop.values import codec
+from agentloop.values.sampling import TurnSampling
 from tests.trajectory.sessions import Played, assistant, messages_of, reply_of, system, user
 
 ASK = (system("be brief"), user("what is 1+1?"))

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from agentloop import codec
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.trajectory.node import Node, Split
 from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import Message, SplitReason, ToolCall, ToolCallStatus, WeightVersionSpan
+from agentloop.values import codec
 from tests.trajectory.sessions import Played, assistant, call, definition, messages_of, reply_of, system, tool, user
 
 ASK = (system("be brief"), user("what is 1+1?"))

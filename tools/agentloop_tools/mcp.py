@@ -43,7 +43,7 @@ from mcp.types import (
 )
 from pydantic import ValidationError
 
-from agentloop.aio import LoopThread
+from agentloop.concurrency.aio import LoopThread
 from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line, first_cause, retry_after_s
 from agentloop.rollout.tool import ToolSpec
 from agentloop.types import JSON, RolloutTask

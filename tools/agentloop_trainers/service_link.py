@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from agentloop.aio import LoopThread
 from agentloop.api.coordinator import ServiceStatus, UpdateReport
 from agentloop.client.client import RolloutClient
+from agentloop.concurrency.aio import LoopThread
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest
 
 T = TypeVar("T")

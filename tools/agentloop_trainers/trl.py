@@ -36,9 +36,9 @@ import structlog
 
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout
-from agentloop.endings import FailureClass
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, error_line, first_cause
 from agentloop.types import FloatArray, Message, OnStale, RolloutTask, Trajectory
+from agentloop.values.endings import FailureClass
 from agentloop_trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
 from agentloop_trainers.service_link import ServiceLink
 

@@ -23,7 +23,7 @@ from agentloop.plugins import resolve
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.types import JSON, Message, Thinking
-from agentloop_servers.config import ChatSettings, located
+from agentloop_servers.config.service import ChatSettings, located
 
 AUTO = "auto"
 _REMOVED_KIND = "vllm"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.errors import InvalidRequest
-from agentloop.logs import configure_logging
+from agentloop.observability.logs import configure_logging
 from agentloop.plugins import resolve
 from agentloop.rollout.environment import load_environment, tasks_of
 from agentloop.rollout.tool import Tool
@@ -24,7 +24,7 @@ from agentloop.testing import ScriptedTurns, play, validate
 from agentloop.types import Message, RolloutTask, Trajectory
 from agentloop_servers.cli.records import record_lines, show_message
 from agentloop_servers.cli.terminal import clear_errors, find_modules_here, run_to_end, store_of
-from agentloop_servers.config import new_run_dir
+from agentloop_servers.config.service import new_run_dir
 
 Named = Annotated[str, typer.Argument(help="An environment, my_env:Shop.", metavar="ENVIRONMENT")]
 ToolPaths = Annotated[

@@ -33,9 +33,9 @@ from agentloop.plugins import DISTRIBUTION, resolve
 from agentloop.rendering.port import Renderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
-from agentloop_servers.config import ServiceConfig, located, model_sizes, weight_bytes
+from agentloop_servers.cluster.host import NICENESS
+from agentloop_servers.config.service import ServiceConfig, located, model_sizes, weight_bytes
 from agentloop_servers.engines.common.versions import DRIVEN, objection
-from agentloop_servers.host import NICENESS
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 PROCESS_GIB = 1.5  # of a replica on a CPU: two Python processes with torch and an engine

@@ -18,8 +18,8 @@ from rich.table import Table
 from agentloop import __version__
 from agentloop.errors import AgentLoopError, InvalidRequest, error_line
 from agentloop_servers.cli.doctor import Check, package
-from agentloop_servers.cluster import for_nodes, interface_of, node_address, node_ports, on_each_node
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.cluster.nodes import for_nodes, interface_of, node_address, node_ports, on_each_node
+from agentloop_servers.config.service import ServiceConfig
 
 Facts: TypeAlias = dict[str, str]
 

@@ -9,7 +9,7 @@ import time
 from rich.console import Console
 
 from agentloop.client.client import RolloutClient
-from agentloop.logs import configure_logging
+from agentloop.observability.logs import configure_logging
 from agentloop_servers.cli.progress import open_progress
 from agentloop_servers.cli.run import (
     Collect,
@@ -20,7 +20,7 @@ from agentloop_servers.cli.run import (
     collect,
     write_results,
 )
-from agentloop_servers.config import ServiceConfig, run_dir_in
+from agentloop_servers.config.service import ServiceConfig, run_dir_in
 from agentloop_servers.local import running_service
 
 

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from agentloop import codec
 from agentloop.api.facts import MAX_LISTED, FactsQuery, ListOrder
 from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Message, Trajectory, Turn
+from agentloop.values import codec
 from agentloop_servers.cli.terminal import clear_errors, store_of
 
 MAX_NAMED = 10  # of several trajectories that a word means

@@ -15,7 +15,7 @@ from agentloop.api.coordinator import ServiceStatus, UpdateReport
 from agentloop.api.findings import waiting_calls
 from agentloop.client.client import RolloutClient
 from agentloop.client.publish import PublishReport
-from agentloop.engine import MemoryTag
+from agentloop.engine.interface import MemoryTag
 from agentloop.types import KVPolicy, PauseMode
 from agentloop_servers.cli.terminal import DEFAULT_URL, AdminKey, ApiKey, Url, clear_errors, run_to_end
 

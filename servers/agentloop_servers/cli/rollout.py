@@ -31,7 +31,7 @@ from agentloop_servers.cli.terminal import (
     given,
     run_to_end,
 )
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 
 Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
 Keep = Annotated[

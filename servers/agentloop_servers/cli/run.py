@@ -32,7 +32,7 @@ from agentloop.api.encoded_record import EncodedRecord
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest, WeightUpdateFailed
-from agentloop.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop.observability.logs import LOG_NAME, LogRotation, configure_logging
 from agentloop.rollout.environment import tasks_of
 from agentloop.storage.exports import ExportRequest
 from agentloop.storage.summary import Summary, summarize
@@ -40,8 +40,8 @@ from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, Tra
 from agentloop.types import KVPolicy, OnStale, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.cli.terminal import find_modules_here
-from agentloop_servers.config import KeysConfig, ServiceConfig, new_run_dir
-from agentloop_servers.run_store import store_in
+from agentloop_servers.config.service import KeysConfig, ServiceConfig, new_run_dir
+from agentloop_servers.run.store import store_in
 
 REPORT_NAME = "report.html"
 PARQUET_NAME = "trajectories.parquet"

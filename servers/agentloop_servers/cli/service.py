@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.observability.logs import LOG_NAME, configure_logging
 from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.run import link_latest
 from agentloop_servers.cli.terminal import DEFAULT_CONFIG, Out, clear_errors, given, run_to_end, store_of
-from agentloop_servers.config import ServiceConfig, run_dir_in
+from agentloop_servers.config.service import ServiceConfig, run_dir_in
 from agentloop_servers.local import drain, running_service
-from agentloop_servers.locks import take_run_lock
-from agentloop_servers.run_store import has_store, restore_run, resumed_config
+from agentloop_servers.run.locks import take_run_lock
+from agentloop_servers.run.store import has_store, restore_run, resumed_config
 
 app = typer.Typer()
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import STORE_NAME
-from agentloop_servers.config import CHECKOUT, located
-from agentloop_servers.run_store import has_store, store_in
+from agentloop_servers.config.service import CHECKOUT, located
+from agentloop_servers.run.store import has_store, store_in
 
 T = TypeVar("T")
 

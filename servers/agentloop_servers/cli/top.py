@@ -27,12 +27,12 @@ from rich.control import Control
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from agentloop import codec
 from agentloop.api.coordinator import ServiceStatus
 from agentloop.api.findings import Finding, about
 from agentloop.api.flight import Doing, FlightPage, FlightRow
 from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError
+from agentloop.values import codec
 from agentloop_servers.cli.remote import asked, described, in_thousands
 from agentloop_servers.cli.terminal import DEFAULT_URL, AdminKey, Url
 

@@ -6,10 +6,10 @@ import time
 from dataclasses import replace
 
 from agentloop.api.coordinator import Prefix, group_key
-from agentloop.capabilities import NO_NEEDS, Needs, needs_of
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.samples import PendingRecord, Sample
 from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory, TrajectoryTimes
+from agentloop.values.capabilities import NO_NEEDS, Needs, needs_of
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before it is rendered
 _MIN_PREFIX_TOKENS = 512

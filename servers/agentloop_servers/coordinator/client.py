@@ -19,8 +19,8 @@ import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
 from agentloop.api.coordinator import FrontPort, MetricsPort, ReplicaPort, WorkerPort
-from agentloop.codec import decode, encode
 from agentloop.errors import AgentLoopError, ServiceUnavailable
+from agentloop.values.codec import decode, encode
 from agentloop_servers.coordinator.server import COMMANDS, CallType, calls_of
 from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp
 from agentloop_servers.private_http.fencing import NumberedCommands

@@ -20,7 +20,6 @@ from functools import partial
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api.annotations import AnnotatedRecord
 from agentloop.api.coordinator import (
     EndpointTable,
@@ -35,15 +34,16 @@ from agentloop.api.findings import degraded
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
-from agentloop.clock import Clock
-from agentloop.engine import WeightUpdate
+from agentloop.concurrency.aio import ChangeSignal, OwnedTasks
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import TURN_REASON, FleetAdapters, FleetWeights, StandingOrders
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.replica_steps import Connect
 from agentloop.fleet.store_follower import FollowedStore, StoreFollower
 from agentloop.images import Image
-from agentloop.metrics import REPORT_S, MetricsPage, MetricsReport, SavedMetrics
+from agentloop.observability.metrics import REPORT_S, MetricsPage, MetricsReport, SavedMetrics
 from agentloop.storage.trajectory_store import METRICS, UPDATES, TrajectoryStore
 from agentloop_servers.coordinator.endpoint_places import EndpointPlaces, SavedPlaces
 from agentloop_servers.coordinator.history import History

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from agentloop.api.history import HISTORY_FAMILIES, HISTORY_S, HistoryPage, HistorySeries
-from agentloop.metrics import Labels, MetricSample
+from agentloop.observability.metrics import Labels, MetricSample
 
 MAX_BYTES = 4 << 20
 _VALUE_BYTES = 8

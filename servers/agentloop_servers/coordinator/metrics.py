@@ -14,7 +14,14 @@ from itertools import chain
 
 from agentloop.api.coordinator import ReplicaStatus, ServiceStatus, UpdateReport
 from agentloop.api.flight import Blocked, FlightPage
-from agentloop.metrics import REPORT_S, MetricSample, MetricsPage, MetricsReport, MetricsTally, SavedMetrics
+from agentloop.observability.metrics import (
+    REPORT_S,
+    MetricSample,
+    MetricsPage,
+    MetricsReport,
+    MetricsTally,
+    SavedMetrics,
+)
 
 _SILENT_S = 6 * REPORT_S  # after which a process is said to be silent
 _GONE_S = 600.0  # after which nothing is said of it

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import structlog
 
 from agentloop.api.coordinator import ServiceStatus
-from agentloop.clock import Clock
-from agentloop.engine import ALL_MEMORY, MemoryTag
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.fleet.desired_state import TURN_REASON
 

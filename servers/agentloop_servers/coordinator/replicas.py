@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from structlog.typing import FilteringBoundLogger
 
-from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
 from agentloop.api.coordinator import (
     AdapterPush,
     LostReplica,
@@ -25,9 +24,9 @@ from agentloop.api.coordinator import (
     UpdateReport,
 )
 from agentloop.api.owners import UserTable
-from agentloop.capabilities import features_of
-from agentloop.clock import Clock
-from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.concurrency.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, InvalidRequest, InvariantBroken, ServiceUnavailable
 from agentloop.fleet.desired_state import FleetAdapters, FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
@@ -37,14 +36,15 @@ from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.starts import Starts
 from agentloop.fleet.store_follower import FollowedStore
 from agentloop.fleet.trainer_groups import TrainerGroups
-from agentloop.metrics import MetricsTally
+from agentloop.observability.metrics import MetricsTally
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.scheduling.waiting import Waiting, WaitingConfig
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode
-from agentloop_servers.host import software_of_process
+from agentloop.values.capabilities import features_of
+from agentloop_servers.cluster.host import software_of_process
 
 Probe = Callable[[str], Awaitable[None]]
 """A function that samples one token on the replica at a URL. Raises the error if that fails."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 import msgspec
 from structlog.typing import FilteringBoundLogger
 
-from agentloop import codec
-from agentloop.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.api.annotations import SampleAnnotation
 from agentloop.api.coordinator import (
     MAX_HAND_IN,
@@ -43,8 +41,8 @@ from agentloop.api.coordinator import (
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow, doing_of
 from agentloop.api.owners import adapter_named, own_id, owner_of, possible_ids, shown_id
-from agentloop.capabilities import NO_NEEDS, Needs
-from agentloop.clock import Clock, SteadyTime
+from agentloop.concurrency.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
+from agentloop.concurrency.clock import Clock, SteadyTime
 from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.report_desk import ReportDesk
@@ -61,6 +59,8 @@ from agentloop.types import (
     StopReason,
     Trajectory,
 )
+from agentloop.values import codec
+from agentloop.values.capabilities import NO_NEEDS, Needs
 from agentloop_servers.coordinator.assignments import (
     assignment,
     demand,

@@ -30,7 +30,7 @@ from agentloop.api.coordinator import (
     TrainerPort,
     WorkerPort,
 )
-from agentloop.codec import decode
+from agentloop.values.codec import decode
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
 from agentloop_servers.private_http.server import PrivateServer, answer, body_of, token_of

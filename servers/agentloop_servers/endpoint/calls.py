@@ -19,10 +19,10 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentloop.aio import side_by_side
 from agentloop.api.owners import own_id, shown_id
 from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
+from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, Gone, InvalidRequest, ModelNotFound, SessionNotFound
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.sessions.session import Session

@@ -20,11 +20,11 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentloop.aio import deadline_after, is_set_by
+from agentloop.concurrency.aio import deadline_after, is_set_by
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.http.connections import BoundedHttp, ConnectionLimits, Connections
+from agentloop_servers.net.tcp import BACKLOG, listening_socket, url_of
 from agentloop_servers.private_http.trust import Gate, Trust
-from agentloop_servers.tcp import BACKLOG, listening_socket, url_of
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 3

@@ -16,7 +16,7 @@ from agentloop.chat.call import ChatModel
 from agentloop.errors import AgentLoopError, ModelNotFound, Overloaded
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer
-from agentloop.sampling import LogprobsMode
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.endpoint.users import ServedUsers

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from agentloop.append_log import append, frame, open_log, read_frames
 from agentloop.errors import InvariantBroken, ServiceUnavailable, StorageFull
+from agentloop.storage.append_log import append, frame, open_log, read_frames
 from agentloop.storage.disk_room import is_full
 from agentloop.trajectory.node import CallRecord, ModelCallState
 

@@ -25,13 +25,13 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from agentloop.aio import KeyedLocks, OwnedTasks, run_to_end
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.owners import is_own_id, own_id, possible_ids, shown_id
 from agentloop.api.requests import ID_PATTERN
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
-from agentloop.clock import SteadyTime
+from agentloop.concurrency.aio import KeyedLocks, OwnedTasks, run_to_end
+from agentloop.concurrency.clock import SteadyTime
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -45,7 +45,7 @@ from agentloop.errors import (
 )
 from agentloop.generation.leased_engine import CallLeases, Connect
 from agentloop.generation.leases import LeaseConfig, LeaseReporter, ReportConfig
-from agentloop.metrics import count_record
+from agentloop.observability.metrics import count_record
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session

@@ -21,7 +21,6 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 from starlette.responses import Response
 
-from agentloop.aio import side_by_side
 from agentloop.api.coordinator import seen_adapters
 from agentloop.api.requests import TokenScoreBody
 from agentloop.chat import anthropic, openai_completions, responses, vllm_tokens
@@ -38,6 +37,7 @@ from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.chat.sampling import template_kwargs
 from agentloop.chat.scores import check_num_scores, score_call, scores_of
 from agentloop.chat.vllm_tokens import TokensBody
+from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.rendering.renderer import off_loop
 from agentloop.types import Generation, SamplingParams, TokenScores

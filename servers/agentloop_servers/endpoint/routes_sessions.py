@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from agentloop import codec
 from agentloop.api.coordinator import as_its_users
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import ID_PATTERN, MAX_PAGE, GenerateBody
@@ -30,10 +29,11 @@ from agentloop.api.sessions import (
 )
 from agentloop.chat.call import ChatCall, ChatResult
 from agentloop.chat.dialect import version_range
-from agentloop.sampling import LogprobsMode
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.session import Session
 from agentloop.types import Generation, Message, Trajectory
+from agentloop.values import codec
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.endpoint.calls import answer_call
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import NewSession
@@ -54,7 +54,7 @@ from agentloop_servers.http.responses import (
     unless_client_leaves,
     unread_response,
 )
-from agentloop_servers.tcp import url_of
+from agentloop_servers.net.tcp import url_of
 
 T = TypeVar("T")
 

@@ -25,9 +25,8 @@ from typing import TypeVar
 
 import structlog
 
-from agentloop import codec
-from agentloop.aio import OwnedTasks
 from agentloop.api.coordinator import sessions_lease
+from agentloop.concurrency.aio import OwnedTasks
 from agentloop.errors import (
     InvalidRequest,
     ServiceUnavailable,
@@ -40,6 +39,7 @@ from agentloop.storage.home import Database, Home, Ownership, Schema
 from agentloop.storage.sqlite import BatchWriter, Work, one_thread, open_database
 from agentloop.storage.trajectory_store import folder_of
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
+from agentloop.values import codec
 from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
 from agentloop_servers.endpoint.shards import ShardRouter
 

@@ -20,7 +20,6 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from agentloop.aio import side_by_side
 from agentloop.api.requests import Body
 from agentloop.chat import sglang
 from agentloop.chat.call import ChatCall
@@ -28,6 +27,7 @@ from agentloop.chat.fields import Ignored, read_body
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.scores import check_num_scores
 from agentloop.chat.sglang import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
+from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.leased_engine import AbortSwitch
 from agentloop.generation.turn_piece import TurnPiece

@@ -42,9 +42,9 @@ from agentloop.errors import (
 )
 from agentloop_servers.http.guard import envelope_of, error_response
 from agentloop_servers.http.responses import send_in_time, unless_client_leaves
-from agentloop_servers.locks import FileLock, take_lock, taken_in_time
 from agentloop_servers.private_http.client import Connector
 from agentloop_servers.private_http.trust import Trust
+from agentloop_servers.run.locks import FileLock, take_lock, taken_in_time
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0

@@ -22,9 +22,9 @@ from typing import TypeAlias
 
 import xxhash
 
-from agentloop.aio import side_by_side
 from agentloop.api.owners import own_id
 from agentloop.chat.call import ChatCall
+from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import AbortSwitch, CallLeases, LeasedEngine

@@ -21,8 +21,8 @@ from starlette.datastructures import Headers
 
 from agentloop.api.owners import NO_LIMITS, OWN_ID_PATTERN, UserLimits, owner_of, shown_id
 from agentloop.api.requests import ID_PATTERN
-from agentloop.checks import is_loopback
 from agentloop.errors import Forbidden, InvalidRequest, SessionNotFound, Unauthorized
+from agentloop.values.checks import is_loopback
 
 SESSION_HEADER: Final = "x-session-id"
 

@@ -12,8 +12,8 @@ import ctypes
 from collections import Counter, deque
 from collections.abc import Callable
 
+from agentloop.concurrency.strides import Strides
 from agentloop.errors import Overloaded
-from agentloop.strides import Strides
 
 LONG_BODY_BYTES = 256 << 10
 """Longer bodies are parsed in a thread, too: the event loop has other requests to serve."""

@@ -31,7 +31,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentloop.api.requests import invalid_request, parse_body
-from agentloop.checks import is_loopback
+from agentloop.concurrency.strides import FairQueue, Strides
 from agentloop.errors import (
     AgentLoopError,
     Forbidden,
@@ -40,8 +40,8 @@ from agentloop.errors import (
     ServiceUnavailable,
     WeightVersionNotServed,
 )
-from agentloop.metrics import MetricsTally
-from agentloop.strides import FairQueue, Strides
+from agentloop.observability.metrics import MetricsTally
+from agentloop.values.checks import is_loopback
 from agentloop_servers.http.bodies import LONG_BODY_BYTES, MIN_BYTES_PER_S, SLOW_GRACE_S, LongBodies
 
 T = TypeVar("T")

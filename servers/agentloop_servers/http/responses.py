@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Send
 
-from agentloop.codec import MSGPACK
 from agentloop.errors import DeadlineExceeded
+from agentloop.values.codec import MSGPACK
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from agentloop import codec
 from agentloop.api.coordinator import (
     AdapterPush,
     FrontPort,
@@ -26,9 +25,10 @@ from agentloop.api.coordinator import (
 )
 from agentloop.api.owners import own_id
 from agentloop.api.requests import ID_PATTERN, DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
-from agentloop.engine import GroupInit, MemoryTag, PullVersion, WeightUpdate
+from agentloop.engine.interface import GroupInit, MemoryTag, PullVersion, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, InvalidRequest
 from agentloop.types import PauseMode
+from agentloop.values import codec
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits, json_body

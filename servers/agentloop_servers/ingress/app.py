@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agentloop.api.coordinator import FrontPort
-from agentloop.engine import TokenEngine
+from agentloop.engine.interface import TokenEngine
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseConfig, LeaseReporter
-from agentloop.metrics import MetricsTally
+from agentloop.observability.metrics import MetricsTally
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint, ServedBeside

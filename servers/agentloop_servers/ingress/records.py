@@ -18,7 +18,6 @@ from fastapi import Path as PathParameter
 from starlette.responses import Response
 from tokenizers import Tokenizer
 
-from agentloop import codec
 from agentloop.api.annotations import AnnotatedRecord
 from agentloop.api.coordinator import RecordsPort, UpdateReport, as_its_users, seen_reports
 from agentloop.api.facts import (
@@ -32,9 +31,10 @@ from agentloop.api.facts import (
     RecordPage,
 )
 from agentloop.api.owners import shown_id
-from agentloop.metrics import phase_seconds
+from agentloop.observability.metrics import phase_seconds
 from agentloop.types import Trajectory
-from agentloop_servers.config import TOKENIZER_HASH_NAME, TOKENIZER_NAME
+from agentloop.values import codec
+from agentloop_servers.config.service import TOKENIZER_HASH_NAME, TOKENIZER_NAME
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import in_time, json_response

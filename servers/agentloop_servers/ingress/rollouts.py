@@ -18,7 +18,6 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParam
 from starlette.responses import Response
 
-from agentloop import codec
 from agentloop.api.coordinator import (
     FrontPort,
     Page,
@@ -57,6 +56,7 @@ from agentloop.rollout.loops import load_loop
 from agentloop.rollout.models import unknown_model
 from agentloop.rollout.rewards import load_reward
 from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
+from agentloop.values import codec
 from agentloop_servers.endpoint import routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.sglang_calls import SglangCalls

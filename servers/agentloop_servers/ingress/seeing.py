@@ -10,13 +10,13 @@ from fastapi import APIRouter, Depends, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from agentloop import codec
 from agentloop.api.coordinator import SeeingPort
 from agentloop.api.findings import Finding, about, findings
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.errors import AgentLoopError, NotFound
-from agentloop.metrics import MetricSample, MetricsPage
+from agentloop.observability.metrics import MetricSample, MetricsPage
+from agentloop.values import codec
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import in_time, json_response

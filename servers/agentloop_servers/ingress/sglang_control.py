@@ -18,7 +18,7 @@ from agentloop.api.coordinator import FrontPort, ServiceStatus
 from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, Version, WakeBody
 from agentloop.chat import sglang
 from agentloop.chat.fields import Ignored, Refused, read_body, refused
-from agentloop.engine import GroupBackend, GroupInit, Packing, TransferPart
+from agentloop.engine.interface import GroupBackend, GroupInit, Packing, TransferPart
 from agentloop.errors import AgentLoopError, Conflict, UnsupportedParameter
 from agentloop.types import KVPolicy
 from agentloop_servers.endpoint.endpoint import Endpoint

@@ -19,13 +19,13 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import AfterValidator, Field, model_validator
 from starlette.responses import Response
 
-from agentloop import codec
 from agentloop.api.coordinator import AdapterPush, FrontPort, ServiceStatus
 from agentloop.api.requests import Body, Directory, PauseBody, SleepBody, UnloadAdapterBody, Version, WakeBody
 from agentloop.chat.fields import Ignored
-from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
+from agentloop.engine.interface import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
 from agentloop.errors import InvalidRequest, ModelNotFound, UnsupportedParameter
-from agentloop.sampling import LogprobsMode
+from agentloop.values import codec
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import json_body

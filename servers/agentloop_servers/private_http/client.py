@@ -18,11 +18,11 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
 from aiohttp.tracing import Trace
 
-from agentloop.aio import awake_timeout
+from agentloop.concurrency.aio import awake_timeout
 from agentloop.errors import AgentLoopError, from_wire
+from agentloop_servers.net.tcp import keep_alive
 from agentloop_servers.private_http.server import Misdirected
 from agentloop_servers.private_http.trust import Trust, prove
-from agentloop_servers.tcp import keep_alive
 
 CONNECT_TIMEOUT_S = 5.0
 KEPT_IDLE_S = 300.0  # less than servers keep theirs: tools run for minutes, and then all turns come back

@@ -16,11 +16,11 @@ import orjson
 import structlog
 from aiohttp import web
 
-from agentloop.codec import MSGPACK, encode
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, ServiceUnavailable
+from agentloop.values.codec import MSGPACK, encode
+from agentloop_servers.net.tcp import BACKLOG, listening_socket, url_of
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, Fenced, FencingToken
 from agentloop_servers.private_http.trust import Gate, Trust
-from agentloop_servers.tcp import BACKLOG, listening_socket, url_of
 
 MAX_BODY_BYTES = 64 * 2**20
 

@@ -29,8 +29,8 @@ from typing import cast
 import orjson
 
 from agentloop.errors import AgentLoopError, Unauthorized
+from agentloop_servers.net.tls import Certificates
 from agentloop_servers.private_http.fencing import Fenced
-from agentloop_servers.tls import Certificates
 
 HELLO_TIMEOUT_S = 5.0
 MAX_ARRIVALS = 4096  # connections that have not shown a key yet: a burst of a run's own is below it

@@ -16,8 +16,7 @@ from typing import TypeVar
 import aiohttp
 import orjson
 
-from agentloop.codec import decode, encode
-from agentloop.engine import (
+from agentloop.engine.interface import (
     ALL_MEMORY,
     Adapter,
     CommitReport,
@@ -34,6 +33,7 @@ from agentloop.engine import (
 from agentloop.errors import DeadlineExceeded, EngineLost, EngineUnreachable, InvariantBroken, from_wire
 from agentloop.images import Image, ImageTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode, SamplingParams
+from agentloop.values.codec import decode, encode
 from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp
 from agentloop_servers.private_http.fencing import Fenced, NumberedCommands
 from agentloop_servers.private_http.trust import Trust

@@ -1,8 +1,8 @@
 """The wire of an engine's private port: control bodies and answers, stream frames.
 
-Bodies are MessagePack (`agentloop.codec`), never pickle; before a request's stand its ids, as a count and int32:
-MessagePack's numbers take twice as long. A stream is frames of a kind, a length and a body. While a request is
-under way, a Progress comes every few seconds: silence means that the replica is gone.
+Bodies are MessagePack (`values/codec.py`), never pickle. A request's token ids precede its body, as a count and
+int32: MessagePack takes twice as long for them. A stream consists of frames: a kind, a length and a body. While a
+request runs, a Progress is sent every few seconds; silence means that the replica is gone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from agentloop.codec import decode, encode
-from agentloop.engine import Delta, EngineInfo, MemoryTag, Progress
+from agentloop.engine.interface import Delta, EngineInfo, MemoryTag, Progress
 from agentloop.errors import InvalidRequest
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
+from agentloop.values.codec import decode, encode
 
 T = TypeVar("T")
 

@@ -28,10 +28,8 @@ from aiohttp import web
 
 from agentloop import parts
 from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
-from agentloop.canary import UniformLogprobWatch
-from agentloop.capabilities import Feature
-from agentloop.codec import decode
-from agentloop.engine import (
+from agentloop.engine.canary import UniformLogprobWatch
+from agentloop.engine.interface import (
     Adapter,
     CommitReport,
     Engine,
@@ -44,9 +42,11 @@ from agentloop.engine import (
 )
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
-from agentloop.metrics import MetricSample
+from agentloop.observability.metrics import MetricSample
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
-from agentloop_servers.host import software_of_process
+from agentloop.values.capabilities import Feature
+from agentloop.values.codec import decode
+from agentloop_servers.cluster.host import software_of_process
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
 from agentloop_servers.private_http.server import PrivateServer, answer, token_of
 from agentloop_servers.private_http.trust import Trust

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout, Place, view
 from agentloop_servers.weight_transfer.protocol import Peer

@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from agentloop.checks import check_checkpoint
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
+from agentloop.engine.weight_digest import FileStamp, FolderContents, check_unchanged, content_digest, folder_stamps
 from agentloop.errors import CheckpointUnreadable
-from agentloop.weight_digest import FileStamp, FolderContents, check_unchanged, content_digest, folder_stamps
+from agentloop.values.checks import check_checkpoint
 
 READ_CHUNK_BYTES = 2**17  # a core reads, hashes and checks each piece of a tensor within its cache
 TIED_NAME = "lm_head.weight"

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
 from agentloop_servers.weight_transfer.layout import CAST_DTYPES
 from agentloop_servers.weight_transfer.verify import Read
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
+from agentloop.engine.interface import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.layout import dtype_of
 from agentloop_servers.weight_transfer.transports.nccl import LIBRARY, Communicator, NcclFailed

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
 from agentloop.errors import CheckpointUnreadable
 
 ALIGNMENT_BYTES = 256

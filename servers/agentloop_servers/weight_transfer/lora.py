@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
 

@@ -27,9 +27,9 @@ from typing import TypeVar
 
 import msgspec
 
-from agentloop.aio import LoopThread
-from agentloop_servers.tcp import keep_alive, listening_socket
-from agentloop_servers.tls import trusting
+from agentloop.concurrency.aio import LoopThread
+from agentloop_servers.net.tcp import keep_alive, listening_socket
+from agentloop_servers.net.tls import trusting
 
 HELLO_TIMEOUT_S = 5.0
 HANDOVER_TIMEOUT_S = 15.0  # for the thread to take a message over, not for the peer to read it

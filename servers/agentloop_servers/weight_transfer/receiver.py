@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agentloop.engine import PushSource
+from agentloop.engine.interface import PushSource
+from agentloop.engine.weight_digest import sums_digest
 from agentloop.errors import CheckpointUnreadable
-from agentloop.weight_digest import sums_digest
 from agentloop_servers.weight_transfer.checkpoint import check_tied, head_and_twins
 from agentloop_servers.weight_transfer.layout import lay_out, view
 from agentloop_servers.weight_transfer.protocol import (

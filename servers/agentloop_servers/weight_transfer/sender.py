@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
-from agentloop.engine import PushSource, TensorNames
+from agentloop.engine.interface import PushSource, TensorNames
 from agentloop.errors import InvalidRequest, WeightUpdateFailed
-from agentloop_servers.tls import certificate, serving, without_key
+from agentloop_servers.net.tls import certificate, serving, without_key
 from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, SentBuckets, send_buckets
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, Layout, lay_out
 from agentloop_servers.weight_transfer.protocol import (

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from agentloop.aio import in_daemon_thread
-from agentloop.engine import (
+from agentloop.concurrency.aio import in_daemon_thread
+from agentloop.engine.interface import (
     GroupInit,
     HeldIn,
     LeaveGroup,

@@ -26,9 +26,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from safetensors import safe_open
 
-from agentloop.engine import CommitReport, HeldIn
+from agentloop.engine.interface import CommitReport, HeldIn
+from agentloop.engine.weight_digest import check_unchanged
 from agentloop.errors import CheckpointUnreadable
-from agentloop.weight_digest import check_unchanged
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint, not_finite
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, QuantisedLayer, apply_fills, source, target
 from agentloop_servers.weight_transfer.layout import view

@@ -32,8 +32,7 @@ from typing import Any
 import structlog
 import torch
 
-from agentloop import codec
-from agentloop.engine import (
+from agentloop.engine.interface import (
     CommitReport,
     GroupInit,
     GroupOrder,
@@ -44,9 +43,10 @@ from agentloop.engine import (
     TensorNames,
     TransferPart,
 )
+from agentloop.engine.weight_digest import sums_digest
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
-from agentloop.weight_digest import sums_digest
-from agentloop_servers.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
+from agentloop.values import codec
+from agentloop_servers.net.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.checkpoint import check_tied, head_and_twins, inspect_checkpoint
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, check_plan, trace

@@ -29,14 +29,14 @@ import structlog
 import torch
 from torch.distributed.tensor import DTensor
 
-from agentloop.aio import in_daemon_thread, run_to_end
 from agentloop.api.coordinator import ServiceStatus, UpdateReport
-from agentloop.checks import is_loopback
 from agentloop.client.publish import TensorBytes
 from agentloop.client.push import NamedTensors, PushOptions, PushTarget, precision_gap
-from agentloop.engine import PushSource, TensorInfo
+from agentloop.concurrency.aio import in_daemon_thread, run_to_end
+from agentloop.engine.interface import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
-from agentloop_servers.tcp import url_of
+from agentloop.values.checks import is_loopback
+from agentloop_servers.net.tcp import url_of
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import CAST_DTYPES, dtype_of, tensor_info
 from agentloop_servers.weight_transfer.sender import WeightSender

@@ -19,9 +19,9 @@ import orjson
 import torch
 import torch.distributed as dist
 
-from agentloop import codec
 from agentloop.api.coordinator import UpdateReport
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, WeightUpdateFailed, from_wire
+from agentloop.values import codec
 
 _AGAIN = -1  # "an attempt begins"; else the number of bytes of the outcome that follows
 _PART_BYTES = 1024

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from agentloop import codec
-from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo
+from agentloop.engine.interface import CommitReport, HeldIn, PushSource, StageReport, TensorInfo
 from agentloop.errors import EngineError
+from agentloop.values import codec
 
 T = TypeVar("T")
 

@@ -21,14 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentloop import codec
 from agentloop.api.coordinator import LeaseOrders, LeaseReport, ReplicaRegistration, TurnEnded
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
 from agentloop.fleet.registry import Fleet
 from agentloop.generation.leases import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.scheduling.balancer import Balancer
 from agentloop.scheduling.lease_table import Demand
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
+from agentloop.values import codec
 from tests.benchmarks import report
 
 NUM_REPLICAS = 64

@@ -8,18 +8,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agentloop.engine import Engine
+from agentloop.engine.interface import Engine
 from agentloop.generation.leases import LeaseReporter
+from agentloop.observability.trace_context import EngineTraces
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.journal_homes import JournalFolder, StoredJournals
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
-from agentloop.trace_context import EngineTraces
 from agentloop_isolation.frames import Setup
 from agentloop_isolation.processes import IsolatedRuns
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentloop_servers.config import KeysConfig
+from agentloop_servers.config.service import KeysConfig
 
 ROOT = Path(__file__).parents[3]
 HERE = "tests.parts.isolation.looks_for_keys"
@@ -52,7 +52,7 @@ def test_hidden_keys_are_gone_from_what_the_kernel_shows() -> None:
     key = uuid.uuid4().hex
     program = f"""
 from pathlib import Path
-from agentloop_servers.config import KeysConfig
+from agentloop_servers.config.service import KeysConfig
 before = Path("/proc/self/environ").read_bytes()
 taken = KeysConfig().hide()
 after = Path("/proc/self/environ").read_bytes()

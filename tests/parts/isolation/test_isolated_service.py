@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from agentloop.client.client import RolloutClient
-from agentloop.logs import LOG_NAME
+from agentloop.observability.logs import LOG_NAME
 from agentloop.types import Limits, Message, RolloutTask, StopReason
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import running_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]

@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 
 from agentloop.api.coordinator import TurnEnded
+from agentloop.observability.trace_context import turn_context
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.trace_context import turn_context
 from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
 from agentloop_isolation.processes import IsolationConfig
-from agentloop_servers.config import KeysConfig
+from agentloop_servers.config.service import KeysConfig
 from tests.parts.isolation.isolated_worker import TRACES, isolated_worker
 from tests.rollout.test_environment import ending, kitchen_task
 from tests.support.engine.recording import RecordingEngine

@@ -13,7 +13,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError
 from agentloop.types import Message, RolloutTask
 from agentloop_servers.local import running_service
-from agentloop_servers.locks import RUN_LOCK
+from agentloop_servers.run.locks import RUN_LOCK
 from tests.support.service.postgres_server import PASSWORD, PostgresServer
 from tests.support.service.whole_service import simulated_config
 

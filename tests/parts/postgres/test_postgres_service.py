@@ -23,8 +23,8 @@ from agentloop.types import Message, RolloutTask, StopReason
 from agentloop_isolation.frames import Setup
 from agentloop_servers.app import begun_run
 from agentloop_servers.cli.commands import app
-from agentloop_servers.config import SECRET_NAME, ServiceConfig, saved_config
-from agentloop_servers.run_store import restore_run, resumed_config
+from agentloop_servers.config.service import SECRET_NAME, ServiceConfig, saved_config
+from agentloop_servers.run.store import restore_run, resumed_config
 from tests.support.engine.scripted import call
 from tests.support.fleet.lost_worker import HangingEngine
 from tests.support.service.cut_port import CutPort

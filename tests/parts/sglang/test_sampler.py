@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentloop.sampling import LogprobsMode, SamplingParams, turn_sampling
+from agentloop.values.sampling import LogprobsMode, SamplingParams, turn_sampling
 from agentloop_sglang.requests import RAW_TOKEN_ID
 from agentloop_sglang.sampler import BatchSampler, Row, SampledBatch
 from tests.contract.reference import log_softmax, sampled_logprobs

@@ -15,9 +15,9 @@ from agentloop.errors import (
     MalformedEngineResponse,
     Overloaded,
 )
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode, SamplingParams
 from agentloop.types import FinishReason, GenerateRequest, Load, WeightVersionSpan
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode, SamplingParams
 from agentloop_sglang import convert as values
 from agentloop_sglang.config import SglangConfig, server_arguments
 from agentloop_sglang.requests import (

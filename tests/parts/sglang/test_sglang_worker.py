@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentloop import codec
-from agentloop.engine import CommitReport, TensorInfo
+from agentloop.engine.interface import CommitReport, TensorInfo
+from agentloop.values import codec
 from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
 from agentloop_servers.weight_transfer.worker_calls import (
     CALL,

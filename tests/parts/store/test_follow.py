@@ -21,7 +21,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.publish import PublishReport
 from agentloop.errors import LayoutMismatch, PointerWentBack
 from agentloop.types import Message, RolloutTask
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from tests.support.service.whole_service import simulated_config, whole_service
 from tests.support.versions import RUN, Tensors, bytes_of, held, policy, publish_plainly, train
 

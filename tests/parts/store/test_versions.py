@@ -19,7 +19,8 @@ import pytest
 pytest.importorskip("zstandard", reason="needs zstandard (the extra store)")
 
 from agentloop.client.publish import PublishOptions, PublishReport
-from agentloop.engine import PublishedSource, PullVersion, WeightUpdate
+from agentloop.engine.interface import PublishedSource, PullVersion, WeightUpdate
+from agentloop.engine.weight_digest import folder_stamps, read_files
 from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
@@ -36,7 +37,6 @@ from agentloop.errors import (
     WrongRun,
 )
 from agentloop.simulation.engine import SimulatedEngine
-from agentloop.weight_digest import folder_stamps, read_files
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_store.format import stored_tensors
 from agentloop_store.local_versions import CONTENT, LocalVersions

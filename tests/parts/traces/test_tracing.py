@@ -18,12 +18,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from structlog.testing import capture_logs
 
 from agentloop.client.client import RolloutClient
-from agentloop.engine import Engine
+from agentloop.engine.interface import Engine
 from agentloop.rollout.context import LoopContext
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
 from agentloop.types import Message, RolloutTask, StopReason, Timings, ToolCall, Trajectory
-from agentloop_servers.config import ServiceConfig, TracingSettings
-from agentloop_servers.engine_parts import build_engine
+from agentloop_servers.config.service import ServiceConfig, TracingSettings
+from agentloop_servers.processes.engine_parts import build_engine
 from agentloop_traces.sink import MAX_REQUEST_BYTES, Tracing, batches
 from agentloop_traces.spans import Trace
 from agentloop_view.export import export_records

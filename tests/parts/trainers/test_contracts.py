@@ -22,8 +22,8 @@ import pytest
 import tokenizers
 
 from agentloop.client.client import RolloutClient
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import build_engine
+from agentloop_servers.config.service import ServiceConfig
+from agentloop_servers.processes.engine_parts import build_engine
 from tests.parts.trainers.contract_clients import CLIENTS, ROOT, VERBS, write
 from tests.servers.recompute import POLICY
 from tests.support.engine.recording import RecordingEngine

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from agentloop.client.client import RolloutClient
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from tests.support.service.trainer_programs import ROOT, run_program
 from tests.support.service.whole_service import whole_service
 

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from agentloop.errors import InvalidRequest
-from agentloop.sampling import ConstraintKind, LogprobsMode, TurnSampling
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import FinishReason, TokenPath, Turn, WeightVersionSpan
+from agentloop.values.sampling import ConstraintKind, LogprobsMode, TurnSampling
 from agentloop_servers.cli.commands import app
 from agentloop_verify.check_logprobs import (
     LogprobCheck,

@@ -17,11 +17,11 @@ import pytest
 
 from agentloop.api.annotations import AnnotatedRecord
 from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
-from agentloop.codec import encode, to_builtins
 from agentloop.errors import InvalidRequest
 from agentloop.storage.trajectory_store import UPDATES, TrajectoryStore
 from agentloop.types import KVPolicy
-from agentloop_servers.config import keep_tokenizer
+from agentloop.values.codec import encode, to_builtins
+from agentloop_servers.config.service import keep_tokenizer
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.records import TokenLabels
 from agentloop_view.app import viewer_app

@@ -16,9 +16,16 @@ from agentloop import __version__
 from agentloop.api.facts import FactsQuery
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.images import Image, ImageSpan, shown
-from agentloop.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams, TurnSampling, turn_sampling
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus, Trajectory
+from agentloop.values.sampling import (
+    Constraint,
+    ConstraintKind,
+    LogprobsMode,
+    SamplingParams,
+    TurnSampling,
+    turn_sampling,
+)
 from agentloop_view.rows import ExportFormat, export
 from tests.support.records.samples import fill_store, make_group, make_path, make_trajectory
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from agentloop.client.client import RolloutClient
-from agentloop.engine import Engine
+from agentloop.engine.interface import Engine
 from agentloop.rollout.context import LoopContext
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import Limits, Message, RolloutTask, Trajectory
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site

@@ -18,7 +18,7 @@ from agentloop.types import StalenessLimit
 from agentloop_servers.cli.commands import app
 from agentloop_servers.cli.progress import PlainProgress
 from agentloop_servers.cli.run import AgentCollect, Collected, RunOptions, WeightPush, load_program
-from agentloop_servers.config import KeysConfig, ServiceConfig
+from agentloop_servers.config.service import KeysConfig, ServiceConfig
 from tests.support.endpoint.fake_sessions import FakeSessions, session_service
 from tests.support.records.samples import make_task
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from agentloop import __version__
 from agentloop.api.coordinator import ReplicaUpdate, RolloutStatus, RolloutTerms, UpdateReport
 from agentloop.client.client import RolloutClient
-from agentloop.engine import ALL_MEMORY, MemoryTag
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag
 from agentloop.errors import AgentLoopError, Conflict, InvalidRequest, WeightsRefused, WeightUpdateFailed
 from agentloop.storage.summary import StaleSummary
 from agentloop.storage.trajectory_store import STORE_NAME
@@ -363,7 +363,7 @@ import os, signal, sys
 import agentloop_servers.cli as cli
 class Interrupting:
     def find_spec(self, name, path, target=None):
-        if name == "agentloop_servers.config":
+        if name == "agentloop_servers.config.service":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
 sys.argv = ["agentloop", "serve", "--config", "absent"]

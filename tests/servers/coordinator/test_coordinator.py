@@ -9,12 +9,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from agentloop import codec
 from agentloop.api.coordinator import MAX_CALL_BYTES, LeaseReport, Orders, RolloutTerms
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.findings import UNREAD_S, Cause, findings
-from agentloop.clock import RealClock
-from agentloop.engine import WeightUpdate
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -30,6 +29,7 @@ from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.summary import summarize
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Message, OnStale, RolloutGroup, StalenessLimit, StopReason
+from agentloop.values import codec
 from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.engine.engines import FakeEngine
 from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, read_page, record, report, service

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from agentloop import codec
+from agentloop.values import codec
 from agentloop_servers.coordinator.endpoint_places import (
     LOST_AFTER_S,
     NUM_SLOTS,

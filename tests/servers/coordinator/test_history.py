@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentloop.api.history import HISTORY_FAMILIES, HISTORY_S
-from agentloop.metrics import FAMILIES, MetricSample
+from agentloop.observability.metrics import FAMILIES, MetricSample
 from agentloop_servers.coordinator.history import MAX_BYTES, History
 
 

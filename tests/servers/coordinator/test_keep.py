@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import Conflict, InvalidRequest, ServiceUnavailable
 from agentloop.storage.summary import summarize
 from agentloop.types import Assignment, RolloutGroup, StalenessLimit, StopReason, Trajectory

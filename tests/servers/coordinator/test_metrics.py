@@ -18,7 +18,14 @@ from agentloop.api.coordinator import (
 from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow
 from agentloop.api.owners import UserUsage
 from agentloop.errors import ServiceUnavailable
-from agentloop.metrics import FAMILIES, MetricSample, MetricsPage, MetricsReport, MetricsTally, count_record
+from agentloop.observability.metrics import (
+    FAMILIES,
+    MetricSample,
+    MetricsPage,
+    MetricsReport,
+    MetricsTally,
+    count_record,
+)
 from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_flights, of_status
 from agentloop_servers.metrics import MetricsReporter, prometheus_text

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentloop.api.coordinator import QueueStatus, ReplicaStatus, RolloutStatus, ServiceStatus
-from agentloop.clock import VirtualClock
-from agentloop.engine import ALL_MEMORY, MemoryTag
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag
 from agentloop.errors import EngineLost, InvalidRequest
 from agentloop.fleet.desired_state import TURN_REASON
 from agentloop.types import Load

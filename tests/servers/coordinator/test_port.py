@@ -28,12 +28,12 @@ from agentloop.api.coordinator import (
     session_holder,
 )
 from agentloop.api.encoded_record import EncodedRecord
-from agentloop.clock import RealClock
-from agentloop.codec import encode
-from agentloop.engine import Adapter, StageReport, WeightUpdate
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import Adapter, StageReport, WeightUpdate
 from agentloop.errors import AdaptersFull, Conflict, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Lease, Load, PauseMode, Trajectory
+from agentloop.values.codec import encode
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentloop.api.coordinator import LeaseReport, ReplicaRegistration
-from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     Conflict,
     EngineLost,
@@ -19,8 +19,8 @@ from agentloop.errors import (
 )
 from agentloop.fleet.desired_state import FleetWeights
 from agentloop.types import KVPolicy, PauseMode
+from agentloop_servers.cluster.host import software_of_process
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
-from agentloop_servers.host import software_of_process
 from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
 from tests.support.fleet.service import CONFIG, hand_in, record, report, service
 from tests.support.fleet.weights import push_source

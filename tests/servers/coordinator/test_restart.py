@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentloop.api.coordinator import HeldLease, LeaseReport, TurnBegun, session_holder
-from agentloop.engine import ALL_MEMORY, MemoryTag
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag
 from agentloop.errors import ServiceUnavailable, StorageFull
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Lease, PauseMode, StopReason

@@ -10,11 +10,11 @@ import pytest
 from agentloop.api.coordinator import LeaseReport, RolloutTerms, TurnBegun, TurnEnded
 from agentloop.api.flight import Doing
 from agentloop.api.owners import UserLimits, UserTable
-from agentloop.capabilities import Needs
-from agentloop.engine import ALL_MEMORY
+from agentloop.engine.interface import ALL_MEMORY
 from agentloop.errors import NoHealthyReplica, WeightVersionNotServed
-from agentloop.sampling import VersionDemand
 from agentloop.scheduling.waiting import WaitingConfig
+from agentloop.values.capabilities import Needs
+from agentloop.values.sampling import VersionDemand
 from tests.support.engine.engines import INFO, SLEEPER
 from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record, report, service
 from tests.support.records.samples import make_group

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 from agentloop_servers.endpoint import direct_server
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.http.guard import HttpGuard, HttpLimits
+from agentloop_servers.net.tls import RunAuthority, certificate
 from agentloop_servers.private_http.client import Connector
 from agentloop_servers.private_http.trust import Trust
-from agentloop_servers.tls import RunAuthority, certificate
 
 
 async def waiting_app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -24,7 +24,7 @@ from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionLost
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import Message, RolloutTask
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.endpoint.shards import HOP_HEADER, HeldElsewhere, ShardRouter, take_shard_lock
 from agentloop_servers.http.auth import SessionKey
 from agentloop_servers.http.guard import HttpGuard, HttpLimits

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest
 from agentloop_servers.app import application
-from agentloop_servers.config import ServiceConfig, TlsSettings
+from agentloop_servers.config.service import ServiceConfig, TlsSettings
 from agentloop_servers.endpoint.direct_server import DirectServer
-from agentloop_servers.tcp import listening_socket, url_of_socket
+from agentloop_servers.net.tcp import listening_socket, url_of_socket
 from tests.support.service.whole_service import simulated_config, whole_service
 
 

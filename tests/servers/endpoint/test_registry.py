@@ -12,12 +12,12 @@ import pytest
 
 from agentloop.api.coordinator import RolloutTerms
 from agentloop.chat.call import CallKey
-from agentloop.clock import RealClock
-from agentloop.codec import to_builtins
+from agentloop.concurrency.clock import RealClock
 from agentloop.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, SessionNotFound
 from agentloop.score import Score
 from agentloop.sessions.session import Session
 from agentloop.types import Message
+from agentloop.values.codec import to_builtins
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from agentloop_servers.http.auth import SessionKey, SessionKeys

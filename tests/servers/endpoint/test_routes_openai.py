@@ -15,10 +15,10 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Model
 
-from agentloop import codec
 from agentloop.api.sessions import NewSessionAnswer, SessionAnswer, decode_trajectories
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded
 from agentloop.types import Generation
+from agentloop.values import codec
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_view.pages import pages
 from tests.support.endpoint.chat_service import chat_service

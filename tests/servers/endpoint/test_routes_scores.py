@@ -14,7 +14,7 @@ import pytest
 
 from agentloop.chat.call import ChatCall
 from agentloop.client.client import RolloutClient
-from agentloop.engine import WeightUpdate
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import ContextLengthExceeded, InvalidRequest, NotFound, WeightVersionNotServed
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.types import (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentloop import codec
 from agentloop.api.openapi import generation_answer
 from agentloop.types import Generation
+from agentloop.values import codec
 from tests.support.endpoint.chat_service import SPEC, ChatService, chat_service
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -20,12 +20,12 @@ from typing import TypeVar
 
 import pytest
 
-from agentloop import codec
 from agentloop.errors import InvalidRequest, SessionFinished, SessionNotFound, StorageFull
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionState
 from agentloop.storage.home import Home
 from agentloop.trajectory.node import CallRecord, ModelCallState
+from agentloop.values import codec
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.session_store import MAX_WRITE_BATCH, SessionStore, StoredSession
 from agentloop_servers.endpoint.shards import ShardRouter

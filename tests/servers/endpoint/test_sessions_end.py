@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.codec import to_builtins
 from agentloop.errors import (
     Conflict,
     EngineLost,
@@ -25,6 +24,7 @@ from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionState
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
+from agentloop.values.codec import to_builtins
 from agentloop_servers.endpoint.registry import NewSession, Sessions
 from tests.support.endpoint.session_site import LIMITS, NOBODY, SessionSite, say, talk, virtually
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from agentloop.strides import Strides
+from agentloop.concurrency.strides import Strides
 from agentloop_servers.http.guard import TickLimiter
 
 

@@ -13,11 +13,9 @@ import orjson
 import pytest
 from fastapi import Request
 
-from agentloop import codec
 from agentloop.api.coordinator import Page, RolloutTerms
 from agentloop.api.facts import FactsQuery, ListOrder
-from agentloop.checks import is_loopback
-from agentloop.engine import PushSource, TensorInfo, WeightUpdate
+from agentloop.engine.interface import PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import (
     EngineLost,
     EnginePaused,
@@ -28,7 +26,9 @@ from agentloop.errors import (
 )
 from agentloop.plugins import AllowedImports
 from agentloop.types import KVPolicy, PauseMode
-from agentloop_servers.config import WorkerSettings
+from agentloop.values import codec
+from agentloop.values.checks import is_loopback
+from agentloop_servers.config.service import WorkerSettings
 from agentloop_servers.http.auth import Keys, User, key_digest
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.admin import ModeRules

@@ -17,11 +17,11 @@ from agentloop.api.findings import Cause, Finding
 from agentloop.api.flight import Doing
 from agentloop.client.client import RolloutClient
 from agentloop.errors import NotFound, ServiceUnavailable
-from agentloop.metrics import FAMILIES, PREFIX, MetricsPage
+from agentloop.observability.metrics import FAMILIES, PREFIX, MetricsPage
 from agentloop.rollout.context import LoopContext
 from agentloop.types import Limits, Message, RolloutTask
 from agentloop_servers import metrics
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.coordinator import coordinator
 from agentloop_servers.http.auth import Keys, key_digest
 from tests.servers.ingress.test_ingress import opened

@@ -12,8 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agentloop.aio import LoopThread
-from agentloop.codec import decode
+from agentloop.concurrency.aio import LoopThread
 from agentloop.errors import (
     Conflict,
     DeadlineExceeded,
@@ -21,12 +20,13 @@ from agentloop.errors import (
     EngineUnreachable,
     InvalidRequest,
 )
+from agentloop.values.codec import decode
+from agentloop_servers.net.tcp import USER_TIMEOUT_MS
+from agentloop_servers.net.tls import Certificates, RunAuthority, certificate
 from agentloop_servers.private_http.client import MAX_OPENING, PrivateHttp
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
 from agentloop_servers.private_http.server import Misdirected, PrivateServer, answer
 from agentloop_servers.private_http.trust import Trust
-from agentloop_servers.tcp import USER_TIMEOUT_MS
-from agentloop_servers.tls import Certificates, RunAuthority, certificate
 
 OPTIONS = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 

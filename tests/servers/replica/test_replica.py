@@ -11,9 +11,8 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from agentloop.clock import RealClock
-from agentloop.codec import encode
-from agentloop.engine import (
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import (
     ALL_MEMORY,
     Adapter,
     Delta,
@@ -23,6 +22,7 @@ from agentloop.engine import (
     Progress,
     WeightUpdate,
 )
+from agentloop.engine.request_watch import ReportPace
 from agentloop.errors import (
     AdapterInUse,
     CheckpointUnreadable,
@@ -38,8 +38,6 @@ from agentloop.errors import (
     ServiceUnavailable,
     WeightsRefused,
 )
-from agentloop.request_watch import ReportPace
-from agentloop.sampled_tokens import SampledTokens
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, LatencyModel
 from agentloop.types import (
@@ -52,6 +50,8 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
+from agentloop.values.codec import encode
+from agentloop.values.sampled_tokens import SampledTokens
 from agentloop_servers.private_http.client import Connector
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
 from agentloop_servers.private_http.server import PrivateServer

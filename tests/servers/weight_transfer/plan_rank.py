@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_processin
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from agentloop.engine import HeldIn, TensorInfo
+from agentloop.engine.interface import HeldIn, TensorInfo
 from agentloop_servers.weight_transfer.copy_plan import CopyPlan, PlanRefused, apply, apply_fills, check_plan, trace
 from agentloop_servers.weight_transfer.quantised import check_quantised, dense
 from agentloop_servers.weight_transfer.staged_weights import ShadowParameters

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from agentloop.engine import PushSource, TensorInfo
+from agentloop.engine.interface import PushSource, TensorInfo
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import view
 from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Incoming, Receiver

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
+from agentloop.engine.weight_digest import read_files
 from agentloop.errors import CheckpointUnreadable
-from agentloop.weight_digest import read_files
 from agentloop_servers.weight_transfer.checkpoint import (
     ServedForm,
     inspect_checkpoint,

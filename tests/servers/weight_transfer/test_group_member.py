@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentloop.engine import Packing, TensorInfo, TransferPart
+from agentloop.engine.interface import Packing, TensorInfo, TransferPart
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.group_member import broadcasts, mapped, read_handles, unpacked
 

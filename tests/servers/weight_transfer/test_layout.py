@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.layout import ALIGNMENT_BYTES, lay_out, view
 

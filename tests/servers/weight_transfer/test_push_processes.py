@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from agentloop.engine import PushSource
+from agentloop.engine.interface import PushSource
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.protocol import Done, EndAttempt, Hello
 from agentloop_servers.weight_transfer.sender import ReceiverGroup

@@ -12,8 +12,8 @@ import torch
 
 from agentloop.api.coordinator import ReplicaRegistration, ServiceStatus, UpdateReport
 from agentloop.client.push import PushOptions
-from agentloop.clock import RealClock
-from agentloop.engine import PushSource, StageReport, WeightUpdate
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import PushSource, StageReport, WeightUpdate
 from agentloop.errors import EngineLost
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState

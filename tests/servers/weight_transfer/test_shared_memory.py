@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import lay_out
 from agentloop_servers.weight_transfer.protocol import TransportBroken

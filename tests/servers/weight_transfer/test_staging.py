@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentloop.engine import CommitReport, PushSource, TensorInfo
+from agentloop.engine.interface import CommitReport, PushSource, TensorInfo
 from agentloop.errors import CheckpointUnreadable, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.copy_plan import QuantisedLayer

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
 from agentloop.errors import InvalidRequest
 from agentloop_servers.weight_transfer.trainer import CAST_DTYPES, checkpoint_name, collect, digest, parse_dtype
 

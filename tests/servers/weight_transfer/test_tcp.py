@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from agentloop.engine import TensorInfo
-from agentloop_servers.tls import certificate, serving, trusting
+from agentloop.engine.interface import TensorInfo
+from agentloop_servers.net.tls import certificate, serving, trusting
 from agentloop_servers.weight_transfer.layout import lay_out
 from agentloop_servers.weight_transfer.protocol import TransportBroken
 from agentloop_servers.weight_transfer.transports.base import Buffer

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from agentloop.api.coordinator import ReplicaStatus, ServiceStatus
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
-from agentloop.engine import Load, TensorInfo, WeightUpdate
+from agentloop.engine.interface import Load, TensorInfo, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop.types import KVPolicy
 from agentloop_servers.http.auth import Keys

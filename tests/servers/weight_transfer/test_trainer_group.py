@@ -11,7 +11,7 @@ import orjson
 import pytest
 import torch
 
-from agentloop.engine import WeightUpdate
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app

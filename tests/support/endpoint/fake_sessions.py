@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from agentloop import codec
 from agentloop.api.coordinator import Page, ReplicaUpdate, RolloutStatus, UpdateReport
 from agentloop.api.requests import check_body
 from agentloop.api.sessions import FinishBody, NewSessionBody, RewardBody, encode_trajectories
 from agentloop.errors import AgentLoopError, Forbidden, NotFound, SessionFinished, SessionNotFound
 from agentloop.score import Score, ended, scored
 from agentloop.types import KVPolicy, Message, StopReason, Trajectory
+from agentloop.values import codec
 from tests.support.records.samples import make_path, make_trajectory
 
 Script = Callable[[list[dict[str, Any]]], dict[str, Any]]

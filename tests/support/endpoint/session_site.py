@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.clock import Clock, VirtualClock
-from agentloop.engine import Delta, OnProgress
+from agentloop.concurrency.clock import Clock, VirtualClock
+from agentloop.engine.interface import Delta, OnProgress
 from agentloop.errors import AgentLoopError
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser

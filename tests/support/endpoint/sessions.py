@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentloop import codec
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.engine import TokenEngine
+from agentloop.engine.interface import TokenEngine
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
@@ -24,6 +23,7 @@ from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop.types import KVPolicy, Message, SamplingParams, Trajectory
+from agentloop.values import codec
 from tests.support.engine.engines import leased
 from tests.support.engine.scripted import RENDERER, SPEC
 

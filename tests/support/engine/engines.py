@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
-from agentloop.capabilities import NO_NEEDS, Needs
-from agentloop.clock import Clock
-from agentloop.engine import (
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import (
     ALL_MEMORY,
     CommitReport,
     EngineInfo,
@@ -34,6 +33,7 @@ from agentloop.types import (
     PauseMode,
     WeightVersionSpan,
 )
+from agentloop.values.capabilities import NO_NEEDS, Needs
 
 FOR_EVER_S = 1e6
 INFO = EngineInfo("fake", 4096, 1000, 16, 1_000_000, 8)

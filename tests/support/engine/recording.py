@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from agentloop.engine import Delta, Engine, OnProgress
+from agentloop.engine.interface import Delta, Engine, OnProgress
 from agentloop.types import GenerateRequest, Generation
 
 Served = tuple[tuple[int, ...], tuple[int, ...]]

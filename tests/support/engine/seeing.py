@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentloop.capabilities import Feature
-from agentloop.engine import EngineInfo, OnProgress
+from agentloop.engine.interface import EngineInfo, OnProgress
 from agentloop.errors import InvalidRequest
 from agentloop.images import Image, ImageTokens
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import GenerateRequest, Generation
+from agentloop.values.capabilities import Feature
 from tests.support.records.vision_folder import PLACEHOLDER
 
 

@@ -13,8 +13,8 @@ from random import Random
 from typing import Any
 
 from agentloop.api.coordinator import AdapterPush, NamedAdapter
-from agentloop.clock import VirtualClock
-from agentloop.engine import ALL_MEMORY, Adapter, StageReport, WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import ALL_MEMORY, Adapter, StageReport, WeightUpdate
 from agentloop.errors import AdapterInUse, AdaptersFull, ModelNotFound
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from tests.support.fleet.schedules import REFUSALS, Process

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from agentloop import codec
 from agentloop.api.annotations import AnnotatedRecord, SampleAnnotation
 from agentloop.api.coordinator import (
     AdapterPush,
@@ -33,9 +32,7 @@ from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, RecordFacts
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
-from agentloop.capabilities import NO_NEEDS, Needs
-from agentloop.codec import encode
-from agentloop.engine import ALL_MEMORY, GroupInit, MemoryTag, PullVersion, TransferPart, WeightUpdate
+from agentloop.engine.interface import ALL_MEMORY, GroupInit, MemoryTag, PullVersion, TransferPart, WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -46,7 +43,7 @@ from agentloop.errors import (
     Overloaded,
     ServiceUnavailable,
 )
-from agentloop.metrics import MetricsPage, MetricsReport
+from agentloop.observability.metrics import MetricsPage, MetricsReport
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.storage import facts
 from agentloop.types import (
@@ -60,6 +57,9 @@ from agentloop.types import (
     StalenessLimit,
     Trajectory,
 )
+from agentloop.values import codec
+from agentloop.values.capabilities import NO_NEEDS, Needs
+from agentloop.values.codec import encode
 from agentloop_servers.coordinator.metrics import of_status
 from tests.support.records.samples import make_trajectory
 

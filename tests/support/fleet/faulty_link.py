@@ -15,9 +15,8 @@ from math import inf
 from random import Random
 from typing import Any, TypeVar
 
-from agentloop.clock import Clock
-from agentloop.codec import decode, encode
-from agentloop.engine import (
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import (
     ALL_MEMORY,
     Adapter,
     CommitReport,
@@ -31,6 +30,7 @@ from agentloop.engine import (
 from agentloop.errors import AgentLoopError, Conflict, EngineLost, ServiceUnavailable
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
+from agentloop.values.codec import decode, encode
 from agentloop_servers.coordinator.server import CallType
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
 from agentloop_servers.replica.client import SILENCE_S

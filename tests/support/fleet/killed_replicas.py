@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.clock import VirtualClock
-from agentloop.engine import OnProgress
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import OnProgress
+from agentloop.engine.request_watch import ReportPace
 from agentloop.errors import EngineUnreachable
-from agentloop.request_watch import ReportPace
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import HashPolicy, TokenStream
 from agentloop.types import GenerateRequest, Generation, Limits, RolloutTask, Trajectory

@@ -14,8 +14,8 @@ from typing import Any
 import structlog
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
-from agentloop.clock import VirtualClock
-from agentloop.engine import OnProgress, TokenEngine, WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import OnProgress, TokenEngine, WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.toolbox import Toolbox

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from agentloop import codec
 from agentloop.api.coordinator import RolloutTerms, assignment_id_of
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.errors import Conflict, NotFound
 from agentloop.storage.trajectory_store import encoded_groups, groups_digest
 from agentloop.types import RolloutGroup, Trajectory
+from agentloop.values import codec
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from agentloop.clock import Clock
-from agentloop.engine import HeldIn, PushSource, StageReport, WeightUpdate
+from agentloop.concurrency.clock import Clock
+from agentloop.engine.interface import HeldIn, PushSource, StageReport, WeightUpdate
 from agentloop.errors import CheckpointUnreadable
 from agentloop.simulation.engine import SimulatedEngine
 

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import structlog
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, UpdateReport
-from agentloop.clock import VirtualClock
-from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.engine.weight_digest import FolderContents, read_files
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -38,7 +39,6 @@ from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel, TokenPolicy
 from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
-from agentloop.weight_digest import FolderContents, read_files
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.private_http.fencing import FencingToken

@@ -8,7 +8,7 @@ from functools import wraps
 
 from agentloop.api.coordinator import Refusal, WorkerReport
 from agentloop.api.encoded_record import EncodedRecord
-from agentloop.clock import VirtualClock
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import ServiceUnavailable
 from agentloop.fleet.registry import FleetConfig
 from agentloop.scheduling.balancer import BalancerConfig

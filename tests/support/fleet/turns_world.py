@@ -8,8 +8,8 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from agentloop.clock import VirtualClock
-from agentloop.engine import MemoryTag
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import MemoryTag
 from agentloop.fleet.registry import ReplicaState
 from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.coordinator.coordinator import Coordinator

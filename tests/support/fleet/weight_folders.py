@@ -12,7 +12,7 @@ from random import Random
 import orjson
 import xxhash
 
-from agentloop.weight_digest import FolderContents, content_digest, read_files
+from agentloop.engine.weight_digest import FolderContents, content_digest, read_files
 from tests.support.fleet.disk import damage
 
 FILES = ("a.safetensors", "b.safetensors")

@@ -2,8 +2,8 @@
 
 from functools import wraps
 
-from agentloop.clock import VirtualClock
-from agentloop.engine import PushSource, TensorInfo, WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import PushSource, TensorInfo, WeightUpdate
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet
 from agentloop.fleet.replica_steps import WeightConfig

@@ -19,8 +19,9 @@ from typing import Any, TypeVar, cast
 
 from agentloop.api.coordinator import FrontPort, RolloutTerms, WorkerPort
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.clock import VirtualClock
-from agentloop.engine import WeightUpdate
+from agentloop.concurrency.clock import VirtualClock
+from agentloop.engine.interface import WeightUpdate
+from agentloop.engine.weight_digest import FolderContents
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -54,7 +55,6 @@ from agentloop.types import (
     Trajectory,
     VersionDemand,
 )
-from agentloop.weight_digest import FolderContents
 from agentloop_servers.coordinator.server import calls_of
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from tests.support.engine.scripted import RENDERER

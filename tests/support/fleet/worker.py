@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from agentloop.engine import Engine
-from agentloop.metrics import MetricsTally
+from agentloop.engine.interface import Engine
+from agentloop.observability.metrics import MetricsTally
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.tool import Tool

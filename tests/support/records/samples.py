@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from agentloop.api.encoded_record import EncodedRecord
-from agentloop.metrics import Labels, MetricsTally
+from agentloop.observability.metrics import Labels, MetricsTally
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import (
     FinishReason,

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import ConstraintKind, TurnSampling
 from agentloop.sessions.journal import SessionRecord
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.types import FinishReason, Generation, Message, WeightVersionSpan
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import ConstraintKind, TurnSampling
 from agentloop_servers.endpoint.session_store import SessionStore
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.api.coordinator import FrontPort, WorkerPort
-from agentloop.clock import RealClock
-from agentloop.engine import Engine
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import Engine
 from agentloop.fleet.registry import FleetConfig
-from agentloop.metrics import MetricSample, MetricsTally
+from agentloop.observability.metrics import MetricSample, MetricsTally
 from agentloop.rollout.journal_homes import StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
@@ -32,20 +32,20 @@ from agentloop_servers.app import (
     user_table,
 )
 from agentloop_servers.chat_format.load import load_chat_format
-from agentloop_servers.config import ServiceConfig, model_sizes
+from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
-from agentloop_servers.engine_parts import build_engine, initial_weights
 from agentloop_servers.metrics import MetricsReporter
+from agentloop_servers.net.tcp import listening_socket, url_of
 from agentloop_servers.private_http.trust import Trust
+from agentloop_servers.processes.engine_parts import build_engine, initial_weights
+from agentloop_servers.processes.settings import balancer_config, replica_config
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
-from agentloop_servers.run_store import open_store
-from agentloop_servers.settings import balancer_config, replica_config
+from agentloop_servers.run.store import open_store
 from agentloop_servers.sinks import begin_sinks
-from agentloop_servers.tcp import listening_socket, url_of
 
 SIMULATED = Path(__file__).parents[3] / "servers" / "simulated.yaml"
 SECRET = Trust("in-process")

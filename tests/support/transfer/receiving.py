@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from agentloop.engine import PushSource, WeightUpdate
+from agentloop.engine.interface import PushSource, WeightUpdate
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentloop import codec
+from agentloop.values import codec
 from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
 from agentloop_servers.weight_transfer.worker_calls import StageOrder
 

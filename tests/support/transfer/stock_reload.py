@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from agentloop import codec
+from agentloop.values import codec
 from agentloop_servers.weight_transfer.verify import Read
 from agentloop_servers.weight_transfer.vllm_worker import RunningModel, WeightWorker
 from agentloop_servers.weight_transfer.worker_calls import StageOrder

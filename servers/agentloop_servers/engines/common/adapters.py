@@ -8,8 +8,8 @@ import tempfile
 import weakref
 from pathlib import Path
 
+from agentloop.engine.weight_digest import FolderContents, check_unchanged
 from agentloop.errors import EngineError
-from agentloop.weight_digest import FolderContents, check_unchanged
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint, read_contents
 from agentloop_servers.weight_transfer.lora import CONFIG_FILE, WEIGHTS_FILE, check_adapter, write_zero_adapter
 

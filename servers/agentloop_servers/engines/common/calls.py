@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from agentloop.engine_lifecycle import EngineLifecycle
+from agentloop.engine.lifecycle import EngineLifecycle
 from agentloop.errors import AgentLoopError, Conflict, EngineLost
 from agentloop.types import Constraint, GenerateRequest
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from agentloop.capabilities import Feature, configured_features
-from agentloop.request_watch import ReportPace
-from agentloop.sampling import LogprobsMode
+from agentloop.engine.request_watch import ReportPace
+from agentloop.values.capabilities import Feature, configured_features
+from agentloop.values.sampling import LogprobsMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from agentloop.canary import canary_deadline_s, canary_request, find_weight_fault
-from agentloop.checks import check_request
-from agentloop.engine import (
+from agentloop.engine.canary import canary_deadline_s, canary_request, find_weight_fault
+from agentloop.engine.interface import (
     ALL_MEMORY,
     Adapter,
     CommitReport,
@@ -35,7 +34,8 @@ from agentloop.engine import (
     TransferPart,
     WeightUpdate,
 )
-from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
+from agentloop.engine.lifecycle import EngineLifecycle, EnginePhase
+from agentloop.engine.request_watch import RequestWatch, StreamPace
 from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
@@ -50,9 +50,9 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.images import Image, ImageTokens
-from agentloop.request_watch import RequestWatch, StreamPace
-from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
+from agentloop.values.checks import check_request
+from agentloop.values.sampled_tokens import SampledTokens
 from agentloop_servers.engines.common.calls import Call, Calls
 from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.engines.common.constraints import ConstraintTrials

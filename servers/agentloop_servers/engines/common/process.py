@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentloop.engine import MemoryTag
+from agentloop.engine.interface import MemoryTag
 from agentloop.errors import AgentLoopError, EngineError
 from agentloop_servers.engines.common.calls import EngineRequests
 

@@ -17,8 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 import structlog
 
-from agentloop import codec
-from agentloop.engine import (
+from agentloop.engine.interface import (
     CommitReport,
     GroupInit,
     HeldIn,
@@ -31,8 +30,7 @@ from agentloop.engine import (
     TransferPart,
     WeightUpdate,
 )
-from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
-from agentloop.weight_digest import (
+from agentloop.engine.weight_digest import (
     FileStamp,
     FolderContents,
     FolderDigests,
@@ -40,6 +38,8 @@ from agentloop.weight_digest import (
     check_unchanged,
     read_files,
 )
+from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
+from agentloop.values import codec
 from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.weight_transfer.checkpoint import ServedForm
 from agentloop_servers.weight_transfer.worker_calls import (

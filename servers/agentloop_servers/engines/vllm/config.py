@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentloop.capabilities import CONSTRAINTS, NOT_SPECULATIVE, Feature, configured_features
 from agentloop.images import MAX_IMAGES
-from agentloop.sampling import LogprobsMode
+from agentloop.values.capabilities import CONSTRAINTS, NOT_SPECULATIVE, Feature, configured_features
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.engines.vllm.scheduler import SCHEDULER
 

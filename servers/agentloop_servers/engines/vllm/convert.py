@@ -7,7 +7,6 @@ from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
-from agentloop.checks import LOGPROB_SENTINEL, MAX_BIAS
 from agentloop.errors import (
     AgentLoopError,
     EngineError,
@@ -19,8 +18,6 @@ from agentloop.errors import (
     Overloaded,
     UnsupportedParameter,
 )
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     Constraint,
     FinishReason,
@@ -31,6 +28,9 @@ from agentloop.types import (
     TopLogprobs,
     WeightVersionSpan,
 )
+from agentloop.values.checks import LOGPROB_SENTINEL, MAX_BIAS
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.constraints import structural_tag
 from agentloop_servers.engines.common.process import one_line
 

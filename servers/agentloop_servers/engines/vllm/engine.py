@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from agentloop.capabilities import Feature
-from agentloop.checks import room_tokens
-from agentloop.engine import Adapter, EngineInfo, StageReport
+from agentloop.engine.interface import Adapter, EngineInfo, StageReport
 from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.images import Image, ImageTokens
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import GenerateRequest, Generation
+from agentloop.values.capabilities import Feature
+from agentloop.values.checks import room_tokens
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.engine import ProcessEngine
 from agentloop_servers.engines.vllm import convert as values

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import NoReturn
 
-from agentloop import codec
+from agentloop.values import codec
 from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 

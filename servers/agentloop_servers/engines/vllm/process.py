@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from agentloop.capabilities import Feature
-from agentloop.engine import EngineInfo, MemoryTag
+from agentloop.engine.interface import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost, UnsupportedParameter
-from agentloop.sampling import LogprobsMode
+from agentloop.values.capabilities import Feature
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line, slow_step_s
 from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from agentloop.errors import InvariantBroken, UnsupportedParameter
-from agentloop.sampling import LogprobsMode
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.vllm.convert import RAW_TOKEN_ID
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from agentloop.canary import CANARY_PREFIX
+from agentloop.engine.canary import CANARY_PREFIX
 from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod
 
 SCHEDULER = f"{__name__}.make_scheduler"

@@ -26,10 +26,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from agentloop.engine import Adapter, CommitReport, HeldIn, StageReport
+from agentloop.engine.adapters import HeldAdapter, HeldAdapters
+from agentloop.engine.interface import Adapter, CommitReport, HeldIn, StageReport
+from agentloop.engine.weight_digest import FolderContents, check_digest
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, EngineError
-from agentloop.held_adapters import HeldAdapter, HeldAdapters
-from agentloop.weight_digest import FolderContents, check_digest
 from agentloop_servers.engines.common.adapters import AdapterFolder
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.process import one_line

@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from agentloop.errors import WeightUpdateFailed
-from agentloop_servers.tcp import keep_alive, listening_socket
+from agentloop_servers.net.tcp import keep_alive, listening_socket
 from agentloop_servers.weight_transfer.layout import Layout
 from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
 from agentloop_servers.weight_transfer.transports.base import Buffer

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from agentloop.api.coordinator import PREFIX_LENGTHS, Prefix, ReplicaRegistration, ReplicaReport, TurnEnded
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer

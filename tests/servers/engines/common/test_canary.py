@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from agentloop.canary import CANARY_PREFIX
-from agentloop.engine import CommitReport, Delta, Progress, WeightUpdate
+from agentloop.engine.canary import CANARY_PREFIX
+from agentloop.engine.interface import CommitReport, Delta, Progress, WeightUpdate
+from agentloop.engine.request_watch import ReportPace, StreamPace
 from agentloop.errors import EngineError, EngineUnusable, WeightsRefused, WeightUpdateFailed
-from agentloop.request_watch import ReportPace, StreamPace
-from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
+from agentloop.values.sampled_tokens import SampledTokens
 from agentloop_servers.engines.common import engine as process_engine
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.vllm.process import SchedulerStats

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentloop.engine import Delta, EngineInfo
+from agentloop.engine.interface import Delta, EngineInfo
+from agentloop.engine.request_watch import ReportPace
 from agentloop.errors import AgentLoopError, EngineError, EngineLost
-from agentloop.request_watch import ReportPace
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.engine import ProcessEngine
 from agentloop_servers.engines.common.process import EngineStats

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentloop import codec
-from agentloop.engine import PushSource, TensorInfo, TensorNames, WeightUpdate
+from agentloop.engine.interface import PushSource, TensorInfo, TensorNames, WeightUpdate
 from agentloop.errors import CheckpointUnreadable
+from agentloop.values import codec
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.weights import vllm_weights
 from agentloop_servers.weight_transfer.worker_calls import StageProgress, StageState

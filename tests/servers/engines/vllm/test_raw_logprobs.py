@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from agentloop.errors import InvariantBroken, MalformedEngineResponse, UnsupportedParameter
-from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import WeightVersionSpan
+from agentloop.values.sampled_tokens import SampledTokens
+from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.vllm.convert import RAW_TOKEN_ID, add_completion
 from agentloop_servers.engines.vllm.drafts import expand_batch_to_tokens
 from agentloop_servers.engines.vllm.raw_logprobs import install

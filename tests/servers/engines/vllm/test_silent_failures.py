@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.clock import RealClock
-from agentloop.engine import Engine, WeightUpdate
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import Engine, WeightUpdate
 from agentloop.errors import EngineUnusable, WeightUpdateFailed
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState

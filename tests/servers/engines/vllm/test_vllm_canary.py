@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentloop.canary import CANARY_PREFIX
-from agentloop.engine import WeightUpdate
+from agentloop.engine.canary import CANARY_PREFIX
+from agentloop.engine.interface import WeightUpdate
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.config import prepare_environment
 from agentloop_servers.engines.vllm.engine import VllmEngine

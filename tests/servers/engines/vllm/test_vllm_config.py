@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from agentloop import codec
-from agentloop.capabilities import CONSTRAINTS, NOT_SPECULATIVE
 from agentloop.errors import UnsupportedParameter
 from agentloop.images import MAX_IMAGES
 from agentloop.types import Constraint, ConstraintKind, SamplingParams
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
+from agentloop.values import codec
+from agentloop.values.capabilities import CONSTRAINTS, NOT_SPECULATIVE
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.engines.vllm.config import (
     HostShare,
     VllmConfig,
@@ -30,6 +29,7 @@ from agentloop_servers.engines.vllm.config import (
 from agentloop_servers.engines.vllm.convert import sampling_params
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.scheduler import SCHEDULER
+from agentloop_servers.processes.engine_parts import build_engine, takes_images, vllm_config
 from tests.support.records.vision_folder import write_vision_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import

@@ -19,7 +19,7 @@ import transformers
 from PIL import Image as Picture
 
 from agentloop.chat.call import ChatCall
-from agentloop.engine import WeightUpdate
+from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.images import Image, ImageSpan, shown

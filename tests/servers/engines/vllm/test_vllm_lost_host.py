@@ -16,7 +16,7 @@ from agentloop.errors import EngineError, EngineLost
 from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.engines.vllm.config import HostShare
 from agentloop_servers.engines.vllm.engine import VllmEngine
-from agentloop_servers.tcp import listening_socket
+from agentloop_servers.net.tcp import listening_socket
 from tests.contract.policy_model import POLICY
 from tests.contract.vllm_case import vllm_config
 

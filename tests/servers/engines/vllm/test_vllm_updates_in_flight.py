@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, UpdateReport
 from agentloop.client.rollout import load_tasks
-from agentloop.clock import RealClock
-from agentloop.engine import OnProgress, WeightUpdate
+from agentloop.concurrency.clock import RealClock
+from agentloop.engine.interface import OnProgress, WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.tool_loading import load_tools

@@ -27,7 +27,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from agentloop.engine import (
+from agentloop.engine.interface import (
     CommitReport,
     Delta,
     GroupBackend,
@@ -40,6 +40,7 @@ from agentloop.engine import (
     TransferPart,
     WeightUpdate,
 )
+from agentloop.engine.weight_digest import read_files
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -49,7 +50,6 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
-from agentloop.weight_digest import read_files
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.weight_transfer.broadcast import Outgoing

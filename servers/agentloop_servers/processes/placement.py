@@ -11,9 +11,9 @@ from ray import serve
 from ray.serve.config import AutoscalingContext
 
 from agentloop.api.coordinator import ServiceStatus
-from agentloop_servers.cluster import find_wanted, num_nodes
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_config import EngineEntry
+from agentloop_servers.cluster.nodes import find_wanted, num_nodes
+from agentloop_servers.config.engines import EngineEntry
+from agentloop_servers.config.service import ServiceConfig
 
 _MOST_PROCESSES = 10_000  # of a kind: Serve asks for a bound
 _LOOK_S = 1.0  # Serve's controller asks ten times a second
@@ -65,7 +65,7 @@ def on_each_node(config: ServiceConfig, num: int) -> dict[str, Any]:
         "max_replicas_per_node": share,
         "autoscaling_config": {
             "policy": {
-                "policy_function": "agentloop_servers.placement:OnEachNode",
+                "policy_function": "agentloop_servers.processes.placement:OnEachNode",
                 "policy_kwargs": {"share": share},
             },
             "min_replicas": 1,
@@ -97,7 +97,7 @@ def number_of_replicas(entry: EngineEntry) -> dict[str, Any]:
         return {"num_replicas": entry.replicas}
     return {
         "autoscaling_config": {
-            "policy": {"policy_function": "agentloop_servers.placement:AsWanted"},
+            "policy": {"policy_function": "agentloop_servers.processes.placement:AsWanted"},
             "min_replicas": entry.replicas,
             "max_replicas": entry.max_replicas,
             "upscale_delay_s": _MORE_AFTER_S,

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from agentloop.engine import Delta
+from agentloop.engine.interface import Delta
 from agentloop.errors import InvariantBroken
-from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     FinishReason,
     Generation,
@@ -26,6 +25,7 @@ from agentloop.types import (
     clip_spans,
     tiling_problem,
 )
+from agentloop.values.sampling import LogprobsMode
 
 
 class SampledTokens:

@@ -36,11 +36,11 @@ from pydantic import (
 )
 
 from agentloop.errors import CheckpointUnreadable, InvalidRequest
-from agentloop.logs import LogRotation
+from agentloop.observability.logs import LogRotation
 from agentloop.plugins import AllowedImports, resolve
 from agentloop.types import KVPolicy
-from agentloop.vocabulary import tokenizer_json
-from agentloop_servers.engine_config import (
+from agentloop.values.vocabulary import tokenizer_json
+from agentloop_servers.config.engines import (
     DTYPE_BYTES,
     EngineConfig,
     EngineEntry,

@@ -16,9 +16,9 @@ from agentloop.errors import InvalidRequest
 from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.scheduling.balancer import BalancerConfig
 from agentloop.scheduling.kv_share import ShareBounds
-from agentloop_servers.config import ServiceConfig, model_sizes, saved_config
-from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.host import usable_cpus
+from agentloop_servers.cluster.host import usable_cpus
+from agentloop_servers.config.engines import EngineEntry
+from agentloop_servers.config.service import ServiceConfig, model_sizes, saved_config
 from agentloop_servers.replica.client import ORDER_TIMEOUT_S
 from agentloop_servers.replica.server import ReplicaConfig
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from agentloop import parts
-from agentloop.capabilities import Feature
 from agentloop.errors import CheckpointUnreadable, InvalidRequest
+from agentloop.values.capabilities import Feature
 
 
 class _EngineModel(BaseModel):

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from agentloop.engine import Delta, OnProgress, Progress
-from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
+from agentloop.engine.interface import Delta, OnProgress, Progress
+from agentloop.engine.lifecycle import EngineLifecycle, EnginePhase
 from agentloop.errors import AgentLoopError, DeadlineExceeded
 from agentloop.types import FinishReason, GenerateRequest, Generation
 

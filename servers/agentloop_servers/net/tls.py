@@ -39,7 +39,7 @@ def certificate(address: str | None = None, issuer: str | None = None) -> str:
 
     Raises InvalidRequest without the package cryptography.
     """
-    make = resolve("agentloop_servers.certificates:make_certificate", param="cluster.tls")
+    make = resolve("agentloop_servers.net.certificates:make_certificate", param="cluster.tls")
     return cast(Callable[[str | None, str | None], str], make)(address, issuer)
 
 

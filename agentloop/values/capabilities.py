@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from agentloop.sampling import ConstraintKind, SamplingParams, VersionDemand
+from agentloop.values.sampling import ConstraintKind, SamplingParams, VersionDemand
 
 
 class Feature(StrEnum):

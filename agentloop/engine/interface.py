@@ -2,7 +2,7 @@
 
 `TokenEngine` is what generation needs, `EngineControl` what the weight controller needs; a replica owns the whole
 `Engine`. Adapters live with their vendor (`agentloop_servers/engines/`); `agentloop/simulation/` ships one without
-a model. The rules that all adapters share are in `engine_lifecycle.py`. One contract suite (`tests/contract/`)
+a model. The rules that all adapters share are in `engine/lifecycle.py`. One contract suite (`tests/contract/`)
 proves every engine:
 
 - prompt ids go in exactly, sampled ids come out exactly, the stop token included; one logprob an id, under the
@@ -26,10 +26,8 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from agentloop.capabilities import SAMPLING, Capabilities, Feature, bits_of
 from agentloop.errors import InvalidRequest
 from agentloop.images import Image, ImageTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     GenerateRequest,
     Generation,
@@ -39,6 +37,8 @@ from agentloop.types import (
     TopLogprobs,
     WeightVersionSpan,
 )
+from agentloop.values.capabilities import SAMPLING, Capabilities, Feature, bits_of
+from agentloop.values.sampling import LogprobsMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +187,9 @@ class WeightUpdate:
     of the replica's host before an engine stages it. `transfer` identifies parts of a trainer's group that the
     replicas of `receivers` have received. `is_forced` weights are served even if they sample noise.
 
-    `digest` identifies the content (`weight_digest.py`); it is empty while unknown. An engine refuses a folder of
-    another digest, and labels a peer's weights with it. With `is_probe` an engine stages nothing: it only returns
-    the folder's digest. Raises InvalidRequest for no or several sources, and a version beyond 63 bits.
+    `digest` identifies the content (`engine/weight_digest.py`); it is empty while unknown. An engine refuses a
+    folder of another digest, and labels a peer's weights with it. With `is_probe` an engine stages nothing: it only
+    returns the folder's digest. Raises InvalidRequest for no or several sources, and a version beyond 63 bits.
     """
 
     version: int
@@ -439,7 +439,7 @@ class Engine(TokenEngine, EngineControl, Protocol):
 
     @property
     def weight_digest(self) -> str:
-        """The digest of the weights of `weight_version` (`weight_digest.py`); empty if it is not known."""
+        """The digest of the weights of `weight_version` (`engine/weight_digest.py`); empty if it is not known."""
 
     @property
     def is_paused(self) -> bool:

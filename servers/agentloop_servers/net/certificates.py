@@ -1,4 +1,4 @@
-"""Certificates, by the package cryptography: loaded by `tls.py` where `cluster.tls` asks for some."""
+"""Certificates, by the package cryptography: loaded by `net/tls.py` where `cluster.tls` asks for some."""
 
 from __future__ import annotations
 

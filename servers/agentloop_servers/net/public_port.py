@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentloop.errors import AgentLoopError, ServiceUnavailable
-from agentloop_servers.tcp import listening_socket
+from agentloop_servers.net.tcp import listening_socket
 
 PORT_LINGER_S = 30.0
 """The time that connections wait for a process to accept them, after the last one has gone."""

@@ -24,15 +24,15 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentloop.errors import InvariantBroken, error_line
-from agentloop_servers.cluster import node_address, prepare_engine_network
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.engine_parts import engine_actor_options, vllm_config
+from agentloop_servers.cluster.host import prepare_engine_process
+from agentloop_servers.cluster.nodes import node_address, prepare_engine_network
+from agentloop_servers.config.engines import EngineEntry
+from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.engines.vllm.config import HostShare
 from agentloop_servers.engines.vllm.headless import command
-from agentloop_servers.host import prepare_engine_process
-from agentloop_servers.serve_process import begin_process
-from agentloop_servers.tcp import listening_socket
+from agentloop_servers.net.tcp import listening_socket
+from agentloop_servers.processes.engine_parts import engine_actor_options, vllm_config
+from agentloop_servers.processes.serve_process import begin_process
 
 _ASK_INTERVAL_S = 1.0
 _ANSWER_TIMEOUT_S = 5.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import uuid
 
-from agentloop.engine import EngineInfo
+from agentloop.engine.interface import EngineInfo
 from agentloop.types import GenerateRequest, Generation, SamplingParams
 
 CANARY_PREFIX = "/canary-"

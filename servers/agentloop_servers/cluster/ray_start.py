@@ -29,7 +29,7 @@ from ray._raylet import (  # type: ignore[attr-defined]
 )
 
 from agentloop.errors import ServiceUnavailable, error_line
-from agentloop_servers.host import usable_cpus
+from agentloop_servers.cluster.host import usable_cpus
 
 NODE_TIMEOUT_S = 300.0  # of one try, for Ray's node to appear
 SLOW_AFTER_S = 15.0

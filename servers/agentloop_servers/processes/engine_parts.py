@@ -10,20 +10,20 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from agentloop import parts
-from agentloop.engine import Engine, WeightUpdate
+from agentloop.engine.interface import Engine, WeightUpdate
+from agentloop.engine.request_watch import ReportPace
 from agentloop.plugins import resolve
-from agentloop.request_watch import ReportPace
-from agentloop.sampling import LogprobsMode
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.simulation.weights import ReadFolder, WeightSource
-from agentloop_servers.config import ServiceConfig, model_sizes
-from agentloop_servers.engine_config import EngineEntry
+from agentloop.values.sampling import LogprobsMode
+from agentloop_servers.cluster.host import THREADS
+from agentloop_servers.config.engines import EngineEntry
+from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.process import OtherHosts
-from agentloop_servers.host import THREADS
-from agentloop_servers.placement import number_of_replicas
+from agentloop_servers.processes.placement import number_of_replicas
 
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
 FOLDER_READER = "agentloop_servers.weight_transfer.checkpoint:folder_reader"

@@ -26,11 +26,11 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
-from agentloop_servers.config import AUTHORITY_NAME, ClusterSettings, ServiceConfig, kept_secret, run_secret
+from agentloop_servers.config.service import AUTHORITY_NAME, ClusterSettings, ServiceConfig, kept_secret, run_secret
 from agentloop_servers.http.auth import Keys
+from agentloop_servers.net.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
+from agentloop_servers.net.tls import FileCertificates, RunAuthority, certificate
 from agentloop_servers.private_http.trust import Trust
-from agentloop_servers.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
-from agentloop_servers.tls import FileCertificates, RunAuthority, certificate
 
 T = TypeVar("T")
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import structlog
 
-from agentloop.aio import OwnedTasks
+from agentloop.concurrency.aio import OwnedTasks
 from agentloop.errors import error_line
-from agentloop.logs import LOG_NAME, LogRotation, configure_logging
-from agentloop.metrics import MetricSample, MetricsReport, MetricsTally
-from agentloop_servers.config import made_run_dir
+from agentloop.observability.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop.observability.metrics import MetricSample, MetricsReport, MetricsTally
+from agentloop_servers.config.service import made_run_dir
 from agentloop_servers.metrics import MetricsReporter
 
 SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 to end

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from agentloop.engine import Adapter
+from agentloop.engine.interface import Adapter
 from agentloop.errors import AdapterInUse, AdaptersFull, ModelNotFound
 from agentloop.types import GenerateRequest
 

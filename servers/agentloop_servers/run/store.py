@@ -23,7 +23,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Home, shown_url
 from agentloop.storage.sqlite import check_file
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore, check_home
-from agentloop_servers.config import (
+from agentloop_servers.config.service import (
     AUTHORITY_NAME,
     CONFIG_NAME,
     SECRET_NAME,

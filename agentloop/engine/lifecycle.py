@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from agentloop.aio import ChangeSignal, deadline_after
-from agentloop.engine import ALL_MEMORY, MemoryTag
+from agentloop.concurrency.aio import ChangeSignal, deadline_after
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag
 from agentloop.errors import AgentLoopError, Conflict, EngineLost, EngineUnusable, InvalidRequest
-from agentloop.sampling import VersionDemand
 from agentloop.types import KVPolicy
+from agentloop.values.sampling import VersionDemand
 
 
 class EnginePhase(StrEnum):

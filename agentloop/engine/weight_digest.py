@@ -16,9 +16,9 @@ from pathlib import Path
 import orjson
 import xxhash
 
-from agentloop.checks import check_checkpoint
-from agentloop.engine import TensorInfo
+from agentloop.engine.interface import TensorInfo
 from agentloop.errors import CheckpointUnreadable, ChecksumMismatch
+from agentloop.values.checks import check_checkpoint
 
 ADAPTER_CONFIG = "adapter_config.json"
 _CHUNK_BYTES = 2**20

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from agentloop.capabilities import CONSTRAINTS, features_asked, features_of, hint_of, param_of
-from agentloop.engine import Delta, EngineInfo
+from agentloop.engine.interface import Delta, EngineInfo
 from agentloop.errors import (
     CheckpointUnreadable,
     ContextLengthExceeded,
@@ -22,8 +21,9 @@ from agentloop.errors import (
     ModelNotFound,
     UnsupportedParameter,
 )
-from agentloop.sampling import LogprobsMode
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams, tiling_problem
+from agentloop.values.capabilities import CONSTRAINTS, features_asked, features_of, hint_of, param_of
+from agentloop.values.sampling import LogprobsMode
 
 LOGPROB_TOLERANCE = 1e-3
 """A logprob of a near-certain token may round to just above 0 in an engine's arithmetic."""

@@ -1,0 +1,1 @@
+"""Helpers for asyncio, clocks, and fair turns among users."""

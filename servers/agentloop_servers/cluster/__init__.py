@@ -1,0 +1,1 @@
+"""Hosts, the nodes of a Ray cluster, and Ray's own processes."""

@@ -1,0 +1,1 @@
+"""The wiring of each kind of process, and where Ray Serve places them."""

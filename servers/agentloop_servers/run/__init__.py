@@ -1,0 +1,1 @@
+"""The run directory: its locks and its store."""
