@@ -371,6 +371,11 @@ def test_no_cycle():
         visit(module, ())
 
 
+def test_few_modules_are_outside_packages():
+    for folder in SOURCES.values():
+        assert len([file for file in folder.glob("*.py") if file.name != "__init__.py"]) <= 6, folder
+
+
 def test_a_function_has_at_most_sixty_lines():
     for module, tree in trees().items():
         for node in ast.walk(tree):

@@ -12,7 +12,7 @@ import ray
 from agentloop.errors import InvalidRequest
 from agentloop_servers import local
 from agentloop_servers.app import check_hosts, check_resources
-from agentloop_servers.cluster.nodes import nodes as cluster
+from agentloop_servers.cluster import nodes as cluster
 from agentloop_servers.config.service import ClusterSettings, ServiceConfig
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.net.tcp import listening_socket
