@@ -231,10 +231,24 @@ ARROWS: dict[str, set[str]] = {
     },
     "agentloop_servers.run.store": {"agentloop.storage", "agentloop_servers.config.service"},
     "agentloop_servers.sinks": {"agentloop.api", "agentloop_servers.config.service"},
-    "agentloop_servers.app": {"*"},  # the wiring
+    # The wiring: each kind of process, the checks before a start, and the application.
+    **{
+        f"agentloop_servers.{name}": {"*"}
+        for name in (
+            "processes.shared",
+            "processes.endpoint",
+            "processes.coordinator",
+            "processes.engine_replica",
+            "processes.worker",
+            "processes.ingress",
+            "processes.checks",
+            "app",
+        )
+    },
     "agentloop_servers.cluster.ray_start": {"agentloop_servers.cluster.host"},
     "agentloop_servers.local": {
         "agentloop_servers.app",
+        "agentloop_servers.processes.checks",
         "agentloop_servers.cluster.nodes",
         "agentloop_servers.config.service",
         "agentloop_servers.coordinator",

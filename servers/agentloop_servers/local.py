@@ -25,13 +25,14 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
-from agentloop_servers.app import APP_NAME, application, check_hosts, check_resources
+from agentloop_servers.app import APP_NAME, application
 from agentloop_servers.cluster.host import NICENESS
 from agentloop_servers.cluster.nodes import find_coordinator, for_nodes, node_labels, node_resources, run_trust
 from agentloop_servers.cluster.ray_start import RayStart
 from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.net.tcp import listening_socket, url_of
+from agentloop_servers.processes.checks import check_hosts, check_resources
 from agentloop_servers.run.locks import pass_on_signal
 
 T = TypeVar("T")

@@ -26,12 +26,13 @@ from agentloop.observability.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, Generation, Lease
 from agentloop.values.capabilities import NO_NEEDS
-from agentloop_servers.app import OpenedModel, build_endpoint, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.private_http.trust import Trust
+from agentloop_servers.processes.endpoint import build_endpoint, sessions_name
+from agentloop_servers.processes.ingress import OpenedModel
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY

@@ -11,11 +11,11 @@ import ray
 
 from agentloop.errors import InvalidRequest
 from agentloop_servers import local
-from agentloop_servers.app import check_hosts, check_resources
 from agentloop_servers.cluster import nodes as cluster
 from agentloop_servers.config.service import ClusterSettings, ServiceConfig
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.net.tcp import listening_socket
+from agentloop_servers.processes.checks import check_hosts, check_resources
 from agentloop_servers.processes.engine_parts import engine_actor_options, engine_placement
 from agentloop_servers.processes.settings import sized
 

@@ -12,12 +12,13 @@ from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.scheduling.balancer import BalancerConfig
 from agentloop.scheduling.kv_share import ShareBounds
-from agentloop_servers.app import application, build, mode_rules
+from agentloop_servers.app import application, build
 from agentloop_servers.config.service import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.local import start_ray
 from agentloop_servers.processes.engine_parts import engine_actor_options, initial_weights
+from agentloop_servers.processes.ingress import mode_rules
 from agentloop_servers.processes.settings import balancer_config, weight_config
 from agentloop_servers.users import keys_of
 from tests.support.records.model_folder import write_folder

@@ -16,8 +16,9 @@ from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest, ModelNotFound, NotFound, RewardError
 from agentloop.rollout.models import ModelCall, judge_score
 from agentloop.types import Judge, Message, RolloutTask
-from agentloop_servers.app import ModelRun, application
+from agentloop_servers.app import application
 from agentloop_servers.config.service import NamedModel, ServiceConfig
+from agentloop_servers.processes.shared import ModelRun
 from tests.support.service.whole_service import SECRET, ServiceSite, simulated_config, whole_site
 
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

@@ -13,9 +13,10 @@ import pytest
 
 from agentloop.api.coordinator import FrontPort
 from agentloop.errors import ServiceUnavailable
-from agentloop_servers.app import IngressProcess, begun_run
+from agentloop_servers.app import begun_run
 from agentloop_servers.config.service import SECRET_NAME, ClusterSettings, ServiceConfig
 from agentloop_servers.net.tcp import listening_socket, url_of_socket
+from agentloop_servers.processes.ingress import IngressProcess
 from tests.support.service.cut_port import CutPort
 from tests.support.service.postgres_server import PostgresServer
 from tests.support.service.whole_service import SECRET, ServiceSite, simulated_config, whole_site

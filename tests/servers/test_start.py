@@ -17,9 +17,9 @@ import ray
 import yaml
 
 from agentloop.errors import InvalidRequest
-from agentloop_servers.app import check_resources
 from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import start_ray, stop_ray
+from agentloop_servers.processes.checks import check_resources
 
 ROOT = Path(__file__).parents[2]
 SIMULATED = ROOT / "servers" / "simulated.yaml"

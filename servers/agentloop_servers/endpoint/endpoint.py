@@ -1,4 +1,4 @@
-"""The endpoint as its routes see it, and its bounds. `app.py` makes the one `Endpoint` of a process.
+"""The endpoint as its routes see it, and its bounds. `processes/endpoint.py` makes the one `Endpoint` of a process.
 
 Ownership: sessions belong to `registry.py`, conversations to `agentloop/sessions/session.py`; routes hold neither.
 """

@@ -20,6 +20,7 @@ _LOOK_S = 1.0  # Serve's controller asks ten times a second
 _MORE_AFTER_S = 10.0  # of work that more replicas are of use for
 _FEWER_AFTER_S = 300.0  # without: a replica's start may take minutes
 _LOST_AFTER_S = 120.0  # a lost node's processes are then gone for long, so that it is them that are given up
+ENGINE_NAME = "EngineReplica"
 
 
 def processes(
@@ -141,3 +142,13 @@ def replicas_wanted(entries: Iterable[EngineEntry], status: ServiceStatus) -> di
             waiting = max(0.0, waiting - max(0.0, num * limit - predicted))
         found[entry.name] = num
     return found
+
+
+def engine_deployment(config: ServiceConfig, entry: EngineEntry, model: str = "") -> str:
+    """Return the name of the deployment of an entry's replicas."""
+    return of_model(ENGINE_NAME if config.engines is None else f"{ENGINE_NAME}-{entry.name}", model)
+
+
+def of_model(name: str, model: str) -> str:
+    """Return the name of a deployment of a model."""
+    return f"{name}@{model}" if model else name

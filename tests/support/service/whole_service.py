@@ -21,16 +21,6 @@ from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
-from agentloop_servers.app import (
-    IngressProcess,
-    engine_traces,
-    followed_store,
-    ingress_gauges,
-    run_gauges,
-    served_versions,
-    tool_names,
-    user_table,
-)
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import CoordinatorClient
@@ -40,8 +30,17 @@ from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.metrics import MetricsReporter
 from agentloop_servers.net.tcp import listening_socket, url_of
 from agentloop_servers.private_http.trust import Trust
+from agentloop_servers.processes.coordinator import run_gauges
 from agentloop_servers.processes.engine_parts import build_engine, initial_weights
+from agentloop_servers.processes.ingress import IngressProcess, ingress_gauges
 from agentloop_servers.processes.settings import balancer_config, replica_config
+from agentloop_servers.processes.shared import (
+    engine_traces,
+    followed_store,
+    served_versions,
+    tool_names,
+    user_table,
+)
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
 from agentloop_servers.run.store import open_store

@@ -1,0 +1,83 @@
+"""Functions that several kinds of processes use: a coordinator's client, the followed store, settings.
+
+Ray Serve awaits an `async __init__` of a deployment, which mypy does not know. It calls `__del__` at the end, also
+if `__init__` raised, so each deployment closes its resources there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from agentloop import parts
+from agentloop.api.owners import UserTable
+from agentloop.engine.interface import PublishedSource
+from agentloop.fleet.store_follower import FollowedStore
+from agentloop.observability.trace_context import EngineTraces
+from agentloop_servers.cluster.nodes import find_coordinator
+from agentloop_servers.config.service import ServiceConfig, located
+from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S, CoordinatorClient
+from agentloop_servers.private_http.trust import Trust
+from agentloop_servers.processes.serve_process import Closing, begin_process
+from agentloop_servers.users import load_users, table_of
+
+VERSIONS = "store"  # as a weight source of `agentloop.parts`
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """A model of the service and its run. The policy's name is ""."""
+
+    name: str
+    run_dir: Path
+    trust: Trust
+
+
+def begin_serve_process(config: ServiceConfig, run_dir: Path) -> Closing:
+    """Begin a process of Serve: remove the API keys from its environment, and set up its log and its end."""
+    config.hide_keys()
+    return begin_process(run_dir, config.log.rotation)
+
+
+def coordinator_client(
+    trust: Trust, command_timeout_s: float = COMMAND_TIMEOUT_S, model: str = ""
+) -> CoordinatorClient:
+    """Return a client of a model's coordinator, which finds it again after a move."""
+    find = partial(find_coordinator, serve.get_replica_context().app_name, model)
+    return CoordinatorClient(find, trust, command_timeout_s=command_timeout_s)
+
+
+def engine_traces(config: ServiceConfig, run_dir: Path) -> EngineTraces | None:
+    """Return the settings of the engines' own spans; None if engines make none."""
+    asked = config.tracing
+    return EngineTraces(run_dir.name, asked.sample) if asked is not None and asked.engine else None
+
+
+def followed_store(config: ServiceConfig, run_dir: Path) -> FollowedStore | None:
+    """Return the store whose published versions the service follows, if any. Raises InvalidRequest."""
+    if (given := config.weights) is None:
+        return None
+    source = PublishedSource(given.store, given.run)
+    return FollowedStore(source, served_versions(config, run_dir).latest, given.poll_s)
+
+
+def served_versions(config: ServiceConfig, run_dir: Path) -> Any:
+    """Return the `ServedVersions` of that store, None without one. Raises InvalidRequest."""
+    if (given := config.weights) is None:
+        return None
+    source, folder = PublishedSource(given.store, given.run), Path(given.cache or run_dir / "weights")
+    return parts.load(parts.WEIGHT_SOURCES, VERSIONS, param="store")(source, folder)
+
+
+def tool_names(config: ServiceConfig) -> tuple[str, ...]:
+    """Return the names of the tools that tasks may use."""
+    return tuple(sorted(config.tools))
+
+
+def user_table(config: ServiceConfig) -> UserTable:
+    """Return the users in the file that the config names."""
+    return UserTable() if config.users is None else table_of(load_users(located(config.users)))
