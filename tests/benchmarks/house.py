@@ -6,8 +6,9 @@
 Lines are non-blank. Grain is lines per function and per class, and comments that give a reason per 100 lines: on a
 line of their own, inside a function. For the paths, the whole service (simulated engines, two replicas) runs in
 this process under a profiler. A path's own stack holds the functions of ours that have the path's first function
-among their callers; for an update it holds the functions that an idle service does not run. `everything` also
-counts functions that run at the same time, in the background. `--list PATH` prints the functions of a path.
+among their callers, also in tasks that it starts; for an update it holds the functions that an idle service does
+not run. `everything` also counts functions that run at the same time, in the background. `--list PATH` prints the
+functions of a path.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from openai import AsyncOpenAI
@@ -193,6 +196,25 @@ class Profile:
         self._first: tuple[str, str] | None = None
         self._all: set[CodeType] = set()
         self._own: set[CodeType] = set()
+        self._own_tasks = WeakSet[asyncio.Task[Any]]()
+        asyncio.get_running_loop().set_task_factory(self._start_task)
+
+    def _start_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=loop, **options)
+        if self._is_own(sys._getframe()):
+            self._own_tasks.add(task)
+        return task
+
+    def _is_own(self, frame: FrameType | None) -> bool:
+        # A coroutine that is resumed enters its awaiting callers again, so these are among its frame's callers.
+        while frame is not None:
+            if (frame.f_code.co_filename, frame.f_code.co_qualname) == self._first:
+                return True
+            frame = frame.f_back
+        try:
+            return asyncio.current_task() in self._own_tasks
+        except RuntimeError:  # in a thread without an event loop
+            return False
 
     def begin(self, path: str) -> None:
         """Count from now on."""
@@ -215,13 +237,8 @@ class Profile:
         if event != "call" or not code.co_filename.startswith(self._roots) or code.co_name == "<module>":
             return
         self._all.add(code)
-        # A coroutine that is resumed enters its awaiting callers again, so these are among its frame's callers.
-        caller: FrameType | None = frame
-        while caller is not None:
-            if (caller.f_code.co_filename, caller.f_code.co_qualname) == self._first:
-                self._own.add(code)
-                return
-            caller = caller.f_back
+        if self._is_own(frame):
+            self._own.add(code)
 
 
 async def print_paths(console: Console, listed: str | None) -> None:
@@ -259,10 +276,9 @@ async def print_paths(console: Console, listed: str | None) -> None:
                     pass
 
             async def chat() -> None:
-                async with client.session() as session, AsyncOpenAI(base_url=session.base_url, api_key="-") as sdk:
-                    await sdk.chat.completions.create(
-                        model="policy", messages=[{"role": "user", "content": "hi"}], max_tokens=16
-                    )
+                await sdk.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": "hi"}], max_tokens=16
+                )
 
             version = 0
 
@@ -277,7 +293,8 @@ async def print_paths(console: Console, listed: str | None) -> None:
             await count("idle", lambda: asyncio.sleep(IDLE_S))
             await count("turn in worker", rollout)
             await count("turn in replica", rollout)
-            await count("chat call", chat)
+            async with client.session() as session, AsyncOpenAI(base_url=session.base_url, api_key="-") as sdk:
+                await count("chat call", chat)
             await count("update", update)
     console.print(table)
     console.print(f"idle service in one process: {1000 * idle_cpu:.0f} ms of CPU per second")
