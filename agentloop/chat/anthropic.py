@@ -28,9 +28,12 @@ from agentloop.chat.anthropic_bodies import (
     ToolUseBlock,
 )
 from agentloop.chat.blocks import Block, BlockKind, BlockWriter
-from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
-from agentloop.chat.dialect import (
+from agentloop.chat.call import (
     Answer,
+    ChatCall,
+    ChatModel,
+    ChatResult,
+    ToolChoice,
     answer_constraint,
     capture_extras,
     check_tool_choice,
@@ -47,7 +50,7 @@ from agentloop.chat.dialect import (
 from agentloop.chat.fields import TextPart
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
-from agentloop.generation.turn_piece import TurnFinish, finish_of
+from agentloop.generation.turn_reader import TurnFinish, finish_of
 from agentloop.images import Image
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from agentloop.chat.call import ChatResult
-from agentloop.chat.dialect import Answer
-from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
+from agentloop.chat.call import Answer, ChatResult
+from agentloop.generation.turn_reader import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
 from agentloop.types import Message
 
 

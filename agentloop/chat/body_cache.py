@@ -19,11 +19,10 @@ from typing import Any, Generic, TypeVar
 import orjson
 from pydantic_core import to_json
 
-from agentloop.chat.dialect import with_name
+from agentloop.chat.call import with_name
 from agentloop.images import Image
 from agentloop.rendering.port import NAMED_ROLES
-from agentloop.trajectory.message_key import message_key
-from agentloop.trajectory.node import json_chars, message_chars
+from agentloop.trajectory.node import json_chars, message_chars, message_key
 from agentloop.trajectory.turn_graph import BYTES_PER_CHAR
 from agentloop.types import JSON, Message
 

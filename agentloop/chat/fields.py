@@ -1,13 +1,16 @@
-"""The types of the dialects' body models, and the function that reads a body with such a model.
+"""Types of the fields of the dialects' bodies, the function that validates a body, and bounds on JSON schemas.
 
 A body model lists the fields of its dialect. A field is read (it has its own type), ignored because it changes
 nothing here (`Ignored`, or a type with a bound), or refused by name because it would change the answer (`Refused`,
-`refused`). An object whose `type` the model does not list is refused too. An unlisted field is an error in a
-request. In a history it is metadata of another service and ignored (`Echo`).
+`refused`). An object whose `type` the model does not list is refused too. In a request an unlisted field is an
+error; in a history it is metadata of another service and ignored (`Echo`).
 
-Bodies are strict, as those of `api/requests.py`: no number as text, no bool as number; null means absent. Members
-of a union differ by one field or by shape, so that an error describes the right member. Union tags begin with `~`,
-which no field name does; `checked` removes them from the field names in its errors.
+Bodies are strict, as in `api/requests.py`: a string is not a number, a bool is not a number; null means absent.
+Members of a union differ by one field or by shape, so that an error describes the right member. Union tags begin
+with `~`, which no field name does; `checked` removes them from the field names in its errors.
+
+The checks of JSON schemas take linear time. They refuse schemas that are too large or too deep, and references that
+are remote, dangling or circular. The engine decides if it can compile the rest.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -30,8 +34,55 @@ from pydantic import ValidationInfo as Info
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json, to_json
 
 from agentloop.api.requests import MAX_STOP_CHARS, Body, Json, invalid_request, untagged
-from agentloop.chat.schemas import Schema
 from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.parsers.json_schema import check_references
+from agentloop.types import JSON
+
+MAX_SCHEMA_BYTES = 1 << 18
+MAX_SCHEMA_DEPTH = 64
+MAX_PATTERN_CHARS = 512
+
+
+def check_schema(schema: Mapping[str, JSON]) -> None:
+    """Check a client's JSON Schema against bounds, before a grammar compiler gets it.
+
+    Raises ValueError, with the reason, for a schema that is too large or too deep, has too long a pattern, or has a
+    `$ref` without a target, in a circle or in too long a chain. An engine may still be unable to compile it.
+    """
+    try:
+        num_bytes = len(orjson.dumps(schema))
+    except TypeError as error:
+        raise ValueError(f"the schema is not JSON of 64-bit integers: {error}") from error
+    if num_bytes > MAX_SCHEMA_BYTES:
+        raise ValueError(f"a schema has at most {MAX_SCHEMA_BYTES} bytes")
+    has_references = False
+    level, depth = [schema], 0
+    while level:
+        if depth > MAX_SCHEMA_DEPTH:
+            raise ValueError(f"a schema is nested at most {MAX_SCHEMA_DEPTH} deep")
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                has_references = has_references or "$ref" in value
+                pattern = value.get("pattern")
+                if isinstance(pattern, str) and len(pattern) > MAX_PATTERN_CHARS:
+                    raise ValueError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
+                below.extend(item for item in value.values() if isinstance(item, dict | list))
+            else:
+                below.extend(item for item in value if isinstance(item, dict | list))
+        level, depth = below, depth + 1
+    if has_references:
+        check_references(schema)
+
+
+def _checked(schema: dict[str, Any]) -> dict[str, Any]:
+    check_schema(schema)
+    return schema
+
+
+Schema = AfterValidator(_checked)
+"""Annotates a field that holds a JSON Schema."""
+
 
 B = TypeVar("B", bound=BaseModel)
 L = TypeVar("L")

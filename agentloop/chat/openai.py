@@ -10,10 +10,12 @@ from typing import ClassVar
 from agentloop.api.requests import ImagePart
 from agentloop.chat import openai_bodies as bodies
 from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
-from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
-from agentloop.chat.choices import ChoiceWriter
-from agentloop.chat.dialect import (
+from agentloop.chat.call import (
     Answer,
+    ChatCall,
+    ChatModel,
+    ChatResult,
+    ToolChoice,
     allowed_tools,
     answer_constraint,
     check_tool_choice,
@@ -25,17 +27,16 @@ from agentloop.chat.dialect import (
     strict_report,
     with_tool_names,
 )
+from agentloop.chat.choices import ChoiceWriter, TokenTexts
 from agentloop.chat.fields import checked, read_json
-from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import ChatBody, ChoiceFields
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.generation.turn_piece import TurnPiece, arguments_text
+from agentloop.generation.turn_reader import TurnPiece, arguments_text
 from agentloop.images import each_once
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import NAMED_ROLES
-from agentloop.trajectory.message_key import tools_key
-from agentloop.trajectory.node import Reply
+from agentloop.trajectory.node import Reply, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams, TopLogprobs
 
 # --- requests ---------------------------------------------------------------------------------------------

@@ -9,15 +9,13 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from agentloop.chat.call import ChatCall, ChatModel, ChatResult
-from agentloop.chat.choices import ChoiceWriter
-from agentloop.chat.dialect import Answer, version_range
-from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.call import Answer, ChatCall, ChatModel, ChatResult, version_range
+from agentloop.chat.choices import ChoiceWriter, TokenTexts
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import CompletionBody
 from agentloop.chat.scores import score_call
 from agentloop.errors import InvalidRequest
-from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
+from agentloop.generation.turn_reader import TurnFinish, TurnPiece, finish_of
 from agentloop.rendering.port import Renderer
 from agentloop.trajectory.node import Reply
 from agentloop.types import Generation, TopLogprobs

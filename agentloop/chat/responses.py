@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from agentloop.chat.blocks import Block, BlockKind, BlockWriter
-from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
-from agentloop.chat.dialect import (
+from agentloop.chat.call import (
     Answer,
+    ChatCall,
+    ChatModel,
+    ChatResult,
+    ToolChoice,
     allowed_tools,
     answer_constraint,
     capture_extras,
@@ -30,8 +33,8 @@ from agentloop.chat.dialect import (
     shown_images,
     with_tool_names,
 )
+from agentloop.chat.choices import TokenTexts
 from agentloop.chat.fields import HostedSearch
-from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.responses_bodies import (
     CallItem,
     Item,
@@ -47,7 +50,7 @@ from agentloop.chat.responses_bodies import (
 )
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, NotFound, ResponseNotFound, UnsupportedParameter
-from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
+from agentloop.generation.turn_reader import TurnFinish, TurnPiece, finish_of
 from agentloop.images import Image
 from agentloop.trajectory.node import Reply
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, ToolCall

@@ -28,16 +28,15 @@ from pydantic import (
 )
 
 from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, GenerateBody, Json, VersionDemandBody
-from agentloop.chat.call import ChatCall, ChatModel
-from agentloop.chat.dialect import Answer
+from agentloop.chat.call import Answer, ChatCall, ChatModel
+from agentloop.chat.choices import TokenTexts
 from agentloop.chat.fields import Ignored, Model, Refused, by_shape, refused, unsupported
-from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import ChoiceFields, PromptIds, PromptText
 from agentloop.chat.scores import score_call
 from agentloop.engine.interface import Delta
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
-from agentloop.generation.turn_piece import TurnPiece
+from agentloop.generation.turn_reader import TurnPiece
 from agentloop.rendering.port import TokenText
 from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.trajectory.node import Reply

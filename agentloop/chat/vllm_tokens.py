@@ -15,10 +15,9 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 
 from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, Json, TokenId, VersionDemandBody
-from agentloop.chat.call import ChatCall, ChatModel
-from agentloop.chat.dialect import version_range
+from agentloop.chat.call import ChatCall, ChatModel, version_range
+from agentloop.chat.choices import token_id_name
 from agentloop.chat.fields import Ignored, Model, Refused, refused
-from agentloop.chat.logprobs import token_id_name
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import ChoiceFields
 from agentloop.chat.scores import score_call

@@ -35,9 +35,8 @@ from agentloop.errors import (
     error_line,
 )
 from agentloop.fleet.desired_state import FleetAdapters, SavedValue
-from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed
 from agentloop.fleet.registry import Fleet, ReplicaRecord
-from agentloop.fleet.replica_steps import ReplicaSteps
+from agentloop.fleet.replica_steps import ReplicaProgress, ReplicaSteps, StepLimits, failures, on_all, unfailed
 from agentloop.fleet.weight_update import READ_SLOWNESS
 from agentloop.types import KVPolicy
 

@@ -56,9 +56,17 @@ from agentloop.fleet.desired_state import (
     StandingOrders,
     UpdateSource,
 )
-from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.fleet.replica_steps import Connect, ReplicaSteps, WeightConfig
+from agentloop.fleet.replica_steps import (
+    Connect,
+    ReplicaProgress,
+    ReplicaSteps,
+    WeightConfig,
+    failures,
+    on_all,
+    unfailed,
+    within,
+)
 from agentloop.fleet.weight_update import FleetUpdate, addressed
 from agentloop.types import KVPolicy, PauseMode
 

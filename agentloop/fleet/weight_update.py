@@ -42,9 +42,16 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.fleet.desired_state import WEIGHTS, StandingOrders, UpdateSource
-from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.fleet.replica_steps import ReplicaSteps
+from agentloop.fleet.replica_steps import (
+    ReplicaProgress,
+    ReplicaSteps,
+    StepLimits,
+    failures,
+    on_all,
+    unfailed,
+    within,
+)
 
 READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
 _READ_SHARE = 0.5

@@ -12,8 +12,15 @@ from collections.abc import Sequence
 from enum import Enum
 
 from agentloop.errors import InvariantBroken
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
-from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnReader, by_character
+from agentloop.generation.turn_reader import (
+    MAX_BLANKS,
+    CallDelta,
+    Reading,
+    TurnPiece,
+    TurnReader,
+    arguments_text,
+    by_character,
+)
 from agentloop.parsers.base import MAX_CALLS, ParsedTurn
 from agentloop.types import Message, ToolCall, ToolCallStatus
 

@@ -25,8 +25,7 @@ from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import AbortRule, AbortSwitch, LeasedEngine, TurnClock, TurnOptions
 from agentloop.generation.stream_splitter import MarkSet, TurnSplitter
-from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
-from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnReader
+from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnFinish, TurnPiece, TurnReader, finish_of
 from agentloop.observability.metrics import MetricsTally
 from agentloop.parsers.base import DecodedText, Marks
 from agentloop.trajectory.node import Reply

@@ -25,8 +25,17 @@ from tokenizers import Tokenizer
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
 from agentloop.parsers.base import DecodedText
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
-from agentloop.rendering.prompt_text import PromptText, TemplateForm, first_hidden, masked_tool, outline_of
-from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs, token_text
+from agentloop.rendering.prompt_text import (
+    FROZEN_DATE,
+    ChatTemplate,
+    PromptText,
+    TemplateForm,
+    check_kwargs,
+    first_hidden,
+    masked_tool,
+    outline_of,
+    token_text,
+)
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
 from agentloop.rendering.trial import TOOLS, BridgeReport, examine
 from agentloop.types import JSON, Message, Thinking

@@ -34,9 +34,8 @@ from agentloop.images import ImageSpan
 from agentloop.parsers.grammar import behind_thought
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.renderer import off_loop
-from agentloop.rollout.budget import Budget, LimitReached
+from agentloop.rollout.budget import Budget, LimitReached, StalenessGuard
 from agentloop.rollout.models import ModelsPort, NoModels, OtherModel
-from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import REACTION, KeepAnswers, ToolScope
 from agentloop.rollout.turn_journal import FinishedTurn, KeptTurns, RunJournal, RunProgress, ToolAnswers
 from agentloop.score import Score

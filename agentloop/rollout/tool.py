@@ -1,9 +1,9 @@
-"""The Tool port, and `@tool`, which makes a tool of a function.
+"""The Tool protocol, `@tool`, which makes a tool of a function, and the loading of tools by name.
 
-A `Tool` is shared by a whole worker; `open_session` gives the part that belongs to one trajectory. It is created at
-its first call, or, where it has an `open`, before the loop begins; and it is closed when the trajectory ends, once,
-on every path. The toolbox (`toolbox.py`) owns deadlines, caps and concurrency: a tool itself only computes. A tool
-reports failure by raising `ToolError`: the policy reads it. `ToolLost` ends the trajectory.
+All trajectories of a worker share a `Tool`. `open_session` returns the part of one trajectory. A session is created
+at its first call, or before the loop begins if it has `open`, and is always closed once when the trajectory ends.
+The toolbox (`toolbox.py`) applies deadlines, size limits and concurrency. A tool reports failure by `ToolError`,
+which the policy reads as the result. `ToolLost` ends the trajectory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from agentloop.concurrency.aio import call_user_code
 from agentloop.errors import InvalidRequest, Overloaded, ToolError
+from agentloop.plugins import made, resolve
 from agentloop.score import Score
 from agentloop.types import JSON, RolloutTask
 
@@ -254,3 +255,40 @@ def tool(
         return FunctionTool(made_of, spec, model)
 
     return make if function is None else make(function)
+
+
+def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
+    """Return the tools that a configuration names: keys of `shipped` (name to import path) and import paths.
+
+    Raises InvalidRequest with param "tools".
+    """
+    for name in names:
+        if ":" not in name and name not in shipped:
+            known = ", ".join(shipped) or "none"
+            text = f"unknown tool {name!r}. Shipped: {known}; or an import path, package.module:attribute"
+            raise InvalidRequest(text, param="tools")
+    return [tool for name in names for tool in tools_at(shipped.get(name, name))]
+
+
+def tools_at(path: str) -> list[Tool]:
+    """Return the tools at an import path: a Tool, a ToolSet, or a maker of one without arguments.
+
+    Raises InvalidRequest with param "tools".
+    """
+    found = resolve(path, param="tools")
+    refusal = f"{path!r} is neither a tool (see @tool) nor makes one"
+    if not _is_tool(found) and callable(found):
+        found = made(found, refusal, param="tools")
+    if _is_tool(found):
+        return [cast(Tool, found)]
+    if isinstance(found, type) or not isinstance(found, ToolSet):
+        raise InvalidRequest(refusal, param="tools")
+    tools = made(found.tools, f"{path!r} has no tools", param="tools")
+    if not all(_is_tool(tool) for tool in tools):
+        raise InvalidRequest(f"{path!r} has something among its tools that is none", param="tools")
+    return list(tools)
+
+
+def _is_tool(found: object) -> bool:
+    has_spec = not isinstance(found, type) and isinstance(getattr(found, "spec", None), ToolSpec)
+    return has_spec and all(callable(getattr(found, method, None)) for method in ("open_session", "close"))

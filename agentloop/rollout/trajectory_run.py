@@ -45,13 +45,12 @@ from agentloop.observability.metrics import MetricsTally, count_record
 from agentloop.observability.trace_context import EngineTraces, turn_context
 from agentloop.plugins import LoadedOnce
 from agentloop.rendering.port import Renderer
-from agentloop.rollout.budget import Budget, LimitReached
+from agentloop.rollout.budget import Budget, LimitReached, StalenessGuard
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.environment import LoadedEnvironment, load_environment
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, load_loop
 from agentloop.rollout.models import JUDGE_TIMEOUT_S, ModelsPort, NoModels
 from agentloop.rollout.rewards import RewardFunction, Weighted, function_of, load_reward, score, takes
-from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.tool import EndEpisode
 from agentloop.rollout.toolbox import MAX_REASON_BYTES, Toolbox, ToolScope, capped
 from agentloop.rollout.turn_journal import RunJournal, TurnJournal, fingerprint

@@ -38,10 +38,8 @@ from agentloop.api.coordinator import (
 from agentloop.api.flight import Doing, Flight, FlightRow
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound, UnsupportedParameter
 from agentloop.fleet.registry import Fleet
-from agentloop.scheduling.kv_share import KVShare, ShareBounds
 from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
-from agentloop.scheduling.replica_books import ReplicaBooks
-from agentloop.scheduling.routed_prefixes import RoutedPrefixes
+from agentloop.scheduling.replica_books import KVShare, ReplicaBooks, RoutedPrefixes, ShareBounds
 from agentloop.types import Lease
 from agentloop.values.capabilities import NO_NEEDS, Needs
 

@@ -1,35 +1,126 @@
-"""The order in which queued samples go out: by priority, by users and their shares, and in a flow group by group.
+"""The order in which queued samples are dispatched: by priority, by users and shares, by groups within a flow.
+flow.
 
-A flow is what is served in its own turn: the rollouts of one owner on equal terms, of one run where they name one,
-and a rollout by itself where a limit is its own. Of a higher priority everything goes before anything lower. Within
-one, users take turns by stride scheduling (`concurrency/strides.py`), with their sessions and calls; so do the
-flows of each user.
+A flow is served as one: the rollouts of an owner on equal terms, those of one run if they name a run, and a rollout
+alone if it has a limit. A higher priority goes first. Within a priority users take turns by stride scheduling
+(`concurrency/strides.py`), together with their sessions and calls, and a user's flows do the same.
 
-In a flow, what a worker had before goes first. Groups of which a sample has begun follow, the fewest left first: a
-trainer can use a group only when it is whole. Then whole groups go as they came.
+Within a flow, samples that a worker had before go first, then groups of which a sample has begun, the one with the
+fewest samples left first, because a trainer can use only whole groups. The other groups follow in their order.
 
-A sample is the unit: siblings may run in different workers, so no group waits for a worker that has room for all of
-it. Where replicas have no room (`NoPlace.FULL`) nothing is passed by; a group that waits for its own sake
-(`NoPlace.LATER`) keeps its turn, and up to `_MAX_ASIDE` such groups of a flow are passed by.
+The unit is a sample: samples of one group may run on different workers, so no group waits for a worker with room
+for all of it. If replicas have no room (`NoPlace.FULL`), nothing overtakes. A group that waits for a reason other
+than room (`NoPlace.LATER`) keeps its place, and up to `_MAX_ASIDE` such groups of a flow are overtaken.
 
-Invariants: a flow is in its user's heap, or held back (its `max_running` runs, or its budget has no room), or has
-nothing queued. Each step costs O(users + log flows + log groups), and what is passed by.
+Invariants: a flow is in its user's heap, or held back (`max_running` or its budget is reached), or empty. A step
+costs O(users + log flows + log groups), plus the groups that are overtaken. `UserTurns` is one object per
+coordinator, which samples, sessions and direct calls share.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict, defaultdict
+import secrets
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
 
 from agentloop.api.coordinator import RolloutTerms, group_key
+from agentloop.api.owners import NO_LIMITS, UserLimits, UsersNews, UserTable, UserUsage
+from agentloop.concurrency.clock import Clock, RealClock
+from agentloop.concurrency.strides import Strides
 from agentloop.scheduling.samples import LiveRollout, NoPlace, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
-from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Lease
+
+_WINDOW_S = 60.0
+_SLOT_S = 5.0  # tokens of one slot are counted together
+_REPORT_COUNTS_S = 15.0  # without another one, a process is gone
+
+
+class UserTurns:
+    """The table of users, the order of their turns, and their use over all processes."""
+
+    def __init__(self, read: Callable[[], UserTable] = UserTable, clock: Clock | None = None) -> None:
+        """Raises what `read` does."""
+        self._read = read
+        self._clock = clock or RealClock()
+        self._strides = Strides(lambda user: self.limits_of(user).share)
+        self._tokens: dict[str, deque[tuple[float, int]]] = {}  # by user: a slot's beginning, and its tokens
+        self._reports: dict[str, tuple[float, tuple[UserUsage, ...]]] = {}  # by process: time and contents
+        self.read_again()
+
+    def read_again(self) -> None:
+        """Read the table again. If `read` raises, its error is raised and the old table stays."""
+        self.table = self._read()
+        self.generation = secrets.randbits(62)
+
+    def name_of(self, owner: str) -> str:
+        """Return a user's present name; an unknown owner's own name."""
+        return self.table.names.get(owner, owner)
+
+    def limits_of(self, user: str) -> UserLimits:
+        return self.table.limits.get(user, NO_LIMITS)
+
+    def pass_of(self, user: str) -> float:
+        """Return a user's pass: the least of those that wait is next."""
+        return self._strides.pass_of(user)
+
+    def took(self, user: str) -> None:
+        """Record a place that a user was given."""
+        self._strides.took(user)
+
+    # Use
+
+    def count_tokens(self, user: str, num_tokens: int) -> None:
+        """Count a turn's tokens, of its prompt and its answer."""
+        slots, now = self._tokens.setdefault(user, deque()), self._clock.now()
+        if not slots or now - slots[-1][0] >= _SLOT_S:
+            slots.append((now, 0))
+        slots[-1] = slots[-1][0], slots[-1][1] + num_tokens
+
+    def tokens_of(self, user: str) -> int:
+        """Return a user's tokens of the last minute."""
+        slots = self._tokens.get(user, deque())
+        while slots and self._clock.now() - slots[0][0] >= _WINDOW_S:
+            slots.popleft()
+        return sum(num_tokens for _, num_tokens in slots)
+
+    def has_tokens(self, user: str) -> bool:
+        """Return True if a user has tokens left in this minute."""
+        most = self.limits_of(user).tokens_per_minute
+        return most is None or self.tokens_of(user) < most
+
+    def report(self, process_id: str, usage: tuple[UserUsage, ...]) -> UsersNews:
+        """Take the use of one process. Returns the use over all processes."""
+        self._reports[process_id] = self._clock.now(), usage
+        return UsersNews(self.generation, self.usage(Counter(), Counter(), Counter()))
+
+    def usage(self, running: Counter[str], queued: Counter[str], waiting: Counter[str]) -> tuple[UserUsage, ...]:
+        """Return the use of each user; `running` and `queued` are its trajectories, `waiting` its calls."""
+        since = self._clock.now() - _REPORT_COUNTS_S
+        self._reports = {name: one for name, one in self._reports.items() if one[0] >= since}
+        calls, sessions = Counter[str](), Counter[str]()
+        for _, reported in self._reports.values():
+            for one in reported:
+                calls[self.name_of(one.name)] += one.open_calls
+                sessions[self.name_of(one.name)] += one.sessions
+        names = {*self.table.limits, *calls, *sessions, *running, *queued, *waiting, *self._tokens} - {""}
+        return tuple(
+            UserUsage(
+                name,
+                calls[name],
+                sessions[name],
+                running[name],
+                queued[name],
+                self.tokens_of(name),
+                waiting[name],
+            )
+            for name in sorted(names)
+        )
+
 
 _MAX_ASIDE = 16  # groups of a flow that are passed by while they wait for their own sake
 _MAX_OLD_ENTRIES = 64  # of a line's heaps, beside four for each group, before they are made anew

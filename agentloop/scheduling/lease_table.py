@@ -1,12 +1,16 @@
-"""The lease table: the holders of places on replicas, renewed by the processes that call under the leases.
+"""Leases of places on replicas, and the reports by which processes renew them.
 
-Ownership: the Balancer alone; synchronous, time is passed in. A lease belongs to one holder (a trajectory or a
-session) and to the process that calls under it. A process renews all its leases at once, by any sign of life. A
-holder that is moved gets another lease; what its process still says under the one before counts as said of it,
-until the process has used the new one.
+A lease belongs to one holder (a trajectory or a session) and to the process that calls under it. Any report of a
+process renews all its leases. A holder that moves gets another lease; until its process uses the new one, reports
+under the old one count for it.
 
-Invariants: a holder has at most one lease; a lease id is never used twice, over coordinators too; every index has
-exactly the holdings that `hold` put in and `drop` has not taken out.
+A process sends one report at a time and repeats it until it is answered, so the sequence number shows repeats (they
+are ignored) and gaps. After a gap, and for an unknown process, only a report of all its leases counts. A process
+that was silent for `ttl_s` is unknown, because its leases have ended.
+
+Only the Balancer changes the table. It is synchronous; time is a parameter. Invariants: a holder has at most one
+lease; a lease id is never used twice, also after a coordinator restart; every index has exactly the current
+holdings.
 """
 
 from __future__ import annotations
@@ -15,11 +19,48 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from agentloop.api.coordinator import Prefix
+from agentloop.api.coordinator import LeaseReport, Prefix
 from agentloop.errors import InvariantBroken
 from agentloop.fleet.registry import ReplicaRecord
 from agentloop.types import Lease
 from agentloop.values.capabilities import NO_NEEDS, Needs
+
+
+@dataclass(slots=True)
+class _Process:
+    seen_at: float
+    sequence: int = 0  # the last report's that counted
+    needs_full_report: bool = True
+
+
+class ReportDesk:
+    """The processes that report leases, by id, with the number of their last report."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._processes: dict[str, _Process] = {}
+
+    def is_news(self, report: LeaseReport, now: float) -> bool:
+        """Return True if a report is new, and count it: each counts once."""
+        process = self._processes.setdefault(report.process_id, _Process(now))
+        process.seen_at = now
+        if report.sequence <= process.sequence:
+            return False
+        if report.leases is None and (process.needs_full_report or report.sequence != process.sequence + 1):
+            process.needs_full_report = True
+            return False
+        process.sequence, process.needs_full_report = report.sequence, False
+        return True
+
+    def needs_full_report(self, process_id: str) -> bool:
+        """Return True if the next report of a process must name all its leases."""
+        return process_id in self._processes and self._processes[process_id].needs_full_report
+
+    def expire(self, now: float) -> None:
+        """Forget the processes that fell silent."""
+        silent = [name for name, process in self._processes.items() if now - process.seen_at >= self._ttl_s]
+        for name in silent:
+            del self._processes[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,22 @@
-"""Replica books: the KV that holders of leases have on each replica, and the choice of the least loaded replica.
+"""The KV of each replica as the balancer counts it: loads, cache hits, the fleet's share, and routed prefixes.
 
-A replica's load is the share of its KV that its holders have and are promised. What they have is known from their
-turns' reports: the context of each, and once what several prompts begin with. Each is promised the growth of its
-next turns, a running mean over all trajectories. A holder that was let go of while its tool runs counts as a lease,
-and with no KV.
+A replica's load is the share of its KV that the holders of leases have or are promised. Reports of turns give the
+context that each holder has; a prefix that several prompts have in common counts once. Each holder is promised the
+growth of its next turns, a running mean over all trajectories. A holder that was taken off while its tool runs
+counts as a lease without KV.
 
-Ownership: the Balancer alone. Invariants: a book is the sum of the holdings counted in it; each is counted once.
+`KVShare` is the part of the fleet's KV that holders may have in all; 1.0 is the engines' whole KV. Engines' reports
+change it:
+
+    grow   something waits for room, and the engines' KV is partly unused: by 2 % per second
+    trim   turns computed more than 12 % of their prompt tokens again although the KV should have held them: by 8 %
+    cut    the same with more than 30 % (thrashing): by 25 %
+
+`RoutedPrefixes` remembers to which replicas prompts with an equal beginning were sent. The keys are a group's id
+and hashes of a prompt's first tokens (`api.prefixes_of`) or of a task's first message. A replica is assumed to hold
+a prefix until new weights come, or until the prefix is the least recently used of `max_prefixes`.
+
+Only the Balancer changes these objects. Invariant: a book is the sum of its holdings, each counted once.
 """
 
 from __future__ import annotations
@@ -17,10 +28,126 @@ from typing import TypeAlias
 
 from agentloop.errors import InvariantBroken, NoHealthyReplica
 from agentloop.fleet.registry import Fleet, ReplicaRecord
-from agentloop.scheduling.cache_hits import CacheHits
 from agentloop.scheduling.lease_table import Demand, Holding
 from agentloop.types import Lease
 from agentloop.values.capabilities import NO_NEEDS, Needs
+
+_NUM_REMEMBERED = 256  # turns, about
+_MIN_HIT_RATE = 0.5  # below it, most contexts of returning turns are computed again
+_MIN_TURNS = 32.0  # fewer turns give no rate
+
+
+@dataclass(slots=True)
+class CacheHits:
+    """The hits on one replica."""
+
+    num_turns: float = 0.0  # turns that returned to their KV
+    left: float = 0.0  # tokens of their last contexts, and how many of these were found
+    found: float = 0.0
+
+    def take(self, num_left: float, num_cached: int) -> None:
+        """Count a turn that returned: the tokens that its last turn left, and those found cached."""
+        keep = 1 - 1 / _NUM_REMEMBERED
+        self.num_turns = self.num_turns * keep + 1
+        self.left = self.left * keep + num_left
+        self.found = self.found * keep + min(num_cached, num_left)
+
+    @property
+    def rate(self) -> float | None:
+        """The share of returning contexts that was found cached; None before the first."""
+        return self.found / self.left if self.left else None
+
+    @property
+    def is_thrashing(self) -> bool:
+        """True if turns that return compute most of their contexts again."""
+        return self.num_turns >= _MIN_TURNS and self.found < _MIN_HIT_RATE * self.left
+
+
+_UNUSED = 0.85  # the fleet's KV counts as partly unused below this share
+_GROWTH = 0.02  # a second
+_MUCH_LOST, _SHRINKAGE = 0.12, 0.08
+_THRASHING, _CUT = 0.30, 0.25
+_WINDOW_TURNS = (
+    48  # the losses of so many turns are judged together; at least two turns of each trajectory, four after a trim
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareBounds:
+    """Bounds of the share."""
+
+    least: float = 0.3
+    most: float = 4.0
+
+
+class KVShare:
+    """The share, and the window of turns by which it is judged."""
+
+    def __init__(self, bounds: ShareBounds) -> None:
+        self._bounds = bounds
+        self.value = min(max(1.0, bounds.least), bounds.most)
+        self._num_turns = 0
+        self._prompt_tokens = 0.0
+        self._lost_tokens = 0.0
+        self._turns_each = 2
+
+    def turn(self, prompt_tokens: float, lost_tokens: float, num_holders: int) -> None:
+        """Count a turn's prompt tokens and those computed again; judge once each holder had turns."""
+        self._num_turns += 1
+        self._prompt_tokens += prompt_tokens
+        self._lost_tokens += lost_tokens
+        if self._num_turns < max(_WINDOW_TURNS, self._turns_each * num_holders):
+            return
+        lost = self._lost_tokens / max(self._prompt_tokens, 1.0)
+        self._turns_each = 4 if lost > _MUCH_LOST else 2
+        if lost > _THRASHING:
+            self._scale(1 - _CUT)
+        elif lost > _MUCH_LOST:
+            self._scale(1 - _SHRINKAGE)
+        self._num_turns, self._prompt_tokens, self._lost_tokens = 0, 0.0, 0.0
+
+    def grow(self, used_tokens: float, capacity_tokens: float) -> bool:
+        """Grow if engines have unused KV. Returns true if it grew. Call about once a second, while samples wait."""
+        before = self.value
+        if used_tokens < _UNUSED * capacity_tokens:
+            self._scale(1 + _GROWTH)
+        return self.value > before
+
+    def _scale(self, factor: float) -> None:
+        self.value = min(max(self.value * factor, self._bounds.least), self._bounds.most)
+
+
+class RoutedPrefixes:
+    """The index, in order of use."""
+
+    def __init__(self, max_prefixes: int = 32768) -> None:
+        self._max_prefixes = max_prefixes
+        self._replicas: OrderedDict[str, set[str]] = OrderedDict()
+
+    def note(self, prefixes: Iterable[tuple[str, float]], replica_id: str) -> None:
+        """Record that a prompt with these prefixes was sent to a replica."""
+        for key, _ in prefixes:
+            self._replicas.setdefault(key, set()).add(replica_id)
+            self._replicas.move_to_end(key)
+        while len(self._replicas) > self._max_prefixes:
+            self._replicas.popitem(last=False)
+
+    def replicas(self, key: str) -> Iterable[str]:
+        """Return the replicas that a prefix went to."""
+        return self._replicas.get(key, ())
+
+    def forget(self, replica_id: str) -> None:
+        """Drop a replica that is lost, or whose KV is."""
+        for key in [key for key, replicas in self._replicas.items() if replica_id in replicas]:
+            self._replicas[key].discard(replica_id)
+            if not self._replicas[key]:
+                del self._replicas[key]
+
+    def clear(self, adapter: str) -> None:
+        """Forget the prefixes under an adapter, or with "" all: no engine holds KV that new prompts share."""
+        for key in [key for key in self._replicas if not adapter or key.startswith(f"{adapter} ")]:
+            del self._replicas[key]
+
 
 _GROWTH_TURNS = 4.0  # that each holder is promised room for
 _NUM_AVERAGED = 1024  # trajectories, by their running mean

@@ -31,7 +31,7 @@ from types import MappingProxyType
 
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id_of
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
-from agentloop.scheduling.dispatch_order import DispatchOrder, Placed, TryToPlace
+from agentloop.scheduling.dispatch_order import DispatchOrder, Placed, TryToPlace, UserTurns
 from agentloop.scheduling.samples import (
     Cancellation,
     LiveGroup,
@@ -45,7 +45,6 @@ from agentloop.scheduling.samples import (
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
 from agentloop.scheduling.suspect_trials import SuspectTrials, is_trial
-from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Lease, LossCause, RolloutGroup, StopReason
 
 _MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too

@@ -2,7 +2,7 @@
 
 Staleness is the fleet's weight version minus the oldest version in a trajectory. In the rollout queue a
 `StalenessBudget` holds back what would exceed the limit; the worker judges what runs
-(`rollout/staleness_guard.py`).
+(`rollout/budget.py`).
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from agentloop.concurrency.clock import Clock
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer
+from agentloop.scheduling.dispatch_order import UserTurns
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.samples import NoPlace
-from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Lease
 from agentloop.values.capabilities import NO_NEEDS
 

@@ -1,25 +1,126 @@
-"""The calls of one session: those that run, what became of the others, and which of them a retry means.
+"""The calls of a session, the journal that stores them, and the call that a client's retry continues.
 
-All methods decide synchronously. A call runs once, however many clients wait for it: the first one and its retries.
-It is given up when the last of them has left, and from that moment no retry joins it.
+All methods decide synchronously. A call runs once, however many clients wait for it: the first and its retries. It
+is cancelled when the last of them has disconnected, and no retry joins it after that.
 
 A retry continues the latest call with its digest that can only be its client's own (`CallTable.continued_by`): it
 joins a running call, gets the answer of a committed call, and runs again after a failed call. A later call with its
-digest fixes a failed call.
+digest fixes a failed call. The journal keeps the order of `open_call`, because of two calls with one digest the
+later can fix the earlier.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Protocol
 
+import structlog
+
+from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.errors import AgentLoopError, DeadlineExceeded
+from agentloop.errors import AgentLoopError, DeadlineExceeded, ServiceUnavailable
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text, finish_of, joined
+from agentloop.generation.turn_reader import CallDelta, TurnPiece, arguments_text, finish_of, joined
+from agentloop.score import Score
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
+from agentloop.types import Message, StopReason, TrajectoryTimes, VersionDemand
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class SessionState(StrEnum):
+    """A session's stage of life. The last two are tombstones, which only a store has."""
+
+    OPEN = "open"
+    FINISHED = "finished"  # its trajectory does not change any more
+    DELETED = "deleted"
+    GONE = "gone"  # expired
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session besides its calls. Times are seconds since 1970."""
+
+    session_id: str
+    created_at: float
+    ttl_s: float
+    owner: str = ""  # the user that made it; empty where the service asks for no keys
+    state: SessionState = SessionState.OPEN
+    rollout_id: str = SESSIONS_ROLLOUT_ID
+    group_id: str = ""  # empty: a group with the session's name
+    task_id: str = ""
+    sample_index: int = 0
+    score: Score = field(default_factory=Score)
+    reward_error: str = ""  # the failure of a reward function
+    stop_reason: StopReason | None = None
+    error: str = ""
+    is_one_off: bool = False
+    refuses_overflow: bool = False  # a prompt that leaves no room is an error, not an empty answer
+    gives_unread_calls: bool = False  # a call that cannot be read is a tool call without a name, not content
+    overflow_at: int | None = None  # the turns that there were when a prompt last left no room
+    finished_at: float | None = None
+    times: TrajectoryTimes | None = None  # since it is finished
+    task_messages: tuple[Message, ...] = ()  # the main conversation begins with them
+    has_control_key: bool = False  # its maker was given one; without users it alone ends the session
+    is_revoked: bool = False  # it takes no calls any more
+    traceparent: str = ""  # the W3C trace context of its maker
+    weight_version: VersionDemand | None = None  # the default for its calls
+    adapter: str = ""  # the adapter of all its calls; empty: the base weights
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """The end of a session as its agent gives it: reason, fault and score."""
+
+    stop_reason: StopReason = StopReason.COMPLETED
+    error: str = ""  # the record is incomplete then
+    score: Score = field(default_factory=Score)  # replaces the score that was set before
+    reward_error: str = ""  # why there is no reward
+    wait_s: float = 0.0  # for calls that run
+
+
+class Journal(Protocol):
+    """The durable record of sessions. A method that raises has stored nothing; writes are kept in order.
+
+    A session bounds its waits: a write that it gave up on may still arrive. Later writes about a call replace
+    earlier ones, so a `close_call` with FAILED after one with COMMITTED takes the call's nodes away.
+    """
+
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
+        """Keep that a call is open, before its first token is sampled. Takes microseconds: no disk is awaited."""
+
+    async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
+        """Keep the end of a call: COMMITTED with its nodes, or FAILED. Durable on return."""
+
+    async def save(self, record: SessionRecord) -> None:
+        """Replace the session's record. Durable on return."""
+
+
+async def write(writing: Coroutine[Any, Any, None], session_id: str, timeout_s: float) -> None:
+    """Await a write to a journal. Raises ServiceUnavailable if it is late, or raises an error that is not ours. For
+    callers that run to their end: a cancelled caller cuts the write off."""
+    scope = asyncio.timeout(timeout_s)
+    try:
+        async with scope:
+            await writing
+    except AgentLoopError:
+        raise
+    except Exception as error:  # an error of the disk, or of the thread that writes
+        if isinstance(error, TimeoutError) and scope.expired():
+            late = f"the session's journal did not answer within {timeout_s:g} s"
+            raise ServiceUnavailable(late) from error
+        raise write_failure(session_id, error) from error
+
+
+def write_failure(session_id: str, error: Exception) -> ServiceUnavailable:
+    """Log a journal's error that is not ours, and return it as one of ours."""
+    _log.error("journal_failed", session=session_id, error=repr(error))
+    return ServiceUnavailable(f"the session's journal failed: {error}")
+
 
 _RECORD_BYTES = 215  # with its entry in a dict
 

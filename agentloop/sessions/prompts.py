@@ -35,8 +35,8 @@ from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import behind_thought
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import off_loop
-from agentloop.trajectory.message_key import tools_key as key_of_tools
 from agentloop.trajectory.node import Node, Split
+from agentloop.trajectory.node import tools_key as key_of_tools
 from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
 from agentloop.values.capabilities import CONSTRAINTS, SAMPLING, Feature, bits_of

@@ -42,13 +42,22 @@ from agentloop.errors import (
     first_cause,
 )
 from agentloop.generation.leased_engine import LeasedEngine
-from agentloop.generation.turn_piece import TurnPiece
-from agentloop.generation.turn_reader import Reading
+from agentloop.generation.turn_reader import Reading, TurnPiece
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.observability.trace_context import turn_context
 from agentloop.score import Score, checked, ended, judged, scored_or_told
-from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
-from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
+from agentloop.sessions.calls import (
+    CallTable,
+    Journal,
+    LiveCall,
+    SessionEnd,
+    SessionRecord,
+    SessionState,
+    record_of,
+    whole_pieces,
+    write,
+    write_failure,
+)
 from agentloop.sessions.prompts import (
     PreparedCall,
     Prompt,

@@ -12,8 +12,8 @@ import orjson
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from agentloop.engine.interface import OnProgress
+from agentloop.rendering.prompt_text import ChatTemplate
 from agentloop.rendering.renderer import TemplateRenderer
-from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.rollout.environment import ScriptedTurn
 from agentloop.rollout.trajectory_run import TrajectoryRun

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from agentloop.trajectory.message_key import canonical_json, canonical_role
+from agentloop.trajectory.node import canonical_json, canonical_role
 from agentloop.types import JSON, IntArray, Message, ToolCall, ToolCallStatus
 
 MAX_DETAIL_CHARS = 300

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS
-from agentloop.trajectory.message_key import canonical_role, message_key, tools_key
-from agentloop.trajectory.node import Node
+from agentloop.trajectory.node import Node, canonical_role, message_key, tools_key
 from agentloop.trajectory.prefix_index import PathKey
 from agentloop.types import JSON, Message
 

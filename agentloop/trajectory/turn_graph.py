@@ -18,8 +18,8 @@ from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.images import ImageSpan, shifted_images
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
 from agentloop.trajectory.history_match import HistoryIndex, ToolSets, Walk, disambiguate, opening_of
-from agentloop.trajectory.message_key import tools_key as key_of_tools
 from agentloop.trajectory.node import Node, Reply, Split, message_chars
+from agentloop.trajectory.node import tools_key as key_of_tools
 from agentloop.trajectory.prefix_index import PrefixIndex, path_ids
 from agentloop.types import JSON, IntArray, Message, SplitReason, tiling_problem
 from agentloop.values.sampling import shared

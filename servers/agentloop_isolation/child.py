@@ -33,7 +33,7 @@ from agentloop.images import Image, ImageTokens
 from agentloop.observability.logs import configure_logging
 from agentloop.rollout.journal_homes import JournalFolder, StoredJournals
 from agentloop.rollout.models import ModelCall
-from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.tool import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun
 from agentloop.rollout.turn_journal import TurnJournal

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import inspect
 import re
 import subprocess
 import sys
@@ -201,7 +202,7 @@ class Profile:
 
     def _start_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=loop, **options)
-        if self._is_own(sys._getframe()):
+        if self._is_own(inspect.currentframe()):
             self._own_tasks.add(task)
         return task
 

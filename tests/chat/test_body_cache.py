@@ -16,7 +16,7 @@ from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.openai import ChatRequest, read_chat, to_call
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser
-from agentloop.trajectory.message_key import message_key, tools_key
+from agentloop.trajectory.node import message_key, tools_key
 from agentloop.types import Message
 
 HERMES = get_parser("hermes")

@@ -15,19 +15,18 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
+from agentloop.chat.choices import TokenTexts
 from agentloop.chat.fields import read_body
-from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import ChatRequest, ChatWriter, read_chat, to_call
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody
 from agentloop.chat.openai_completions import CompletionWriter, prompts_of
 from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.errors import InvalidRequest
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
+from agentloop.generation.turn_reader import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers.by_name import get_parser
 from agentloop.parsers.grammar import MAX_JSON_WHITESPACE_CHARS
 from agentloop.rendering.renderer import TemplateRenderer
-from agentloop.trajectory.message_key import message_key
-from agentloop.trajectory.node import Node, Reply, Split
+from agentloop.trajectory.node import Node, Reply, Split, message_key
 from agentloop.types import (
     ConstraintKind,
     FinishReason,

@@ -13,15 +13,15 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
+from agentloop.chat.choices import TokenTexts
 from agentloop.chat.fields import read_body
-from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.responses import ResponseWriter, to_call
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
-from agentloop.generation.turn_piece import TurnPiece
+from agentloop.generation.turn_reader import TurnPiece
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import Renderer
-from agentloop.trajectory.message_key import message_key
+from agentloop.trajectory.node import message_key
 from agentloop.types import (
     ConstraintKind,
     FinishReason,

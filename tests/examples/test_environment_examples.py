@@ -12,7 +12,7 @@ import pytest
 
 from agentloop import rollout
 from agentloop.rollout.environment import ScriptedTurn, load_environment, tasks_of
-from agentloop.rollout.tool_loading import tools_at
+from agentloop.rollout.tool import tools_at
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.testing import play, validate
 from agentloop.types import ToolCall

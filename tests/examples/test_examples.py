@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.tool import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.types import StopReason, ToolCall
 from tests.support.engine.scripted import call, scripted_engine

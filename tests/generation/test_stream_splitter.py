@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.generation.stream_splitter import TurnSplitter
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
-from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.generation.turn_reader import CallDelta, Reading, TurnPiece, TurnReader, arguments_text
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import Message, ToolCallStatus

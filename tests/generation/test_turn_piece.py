@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, joined
+from agentloop.generation.turn_reader import CallDelta, TurnFinish, TurnPiece, joined
 from agentloop.types import WeightVersionSpan
 
 

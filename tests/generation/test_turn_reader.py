@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.prompt_text import ChatTemplate
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
-from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import Message
 from tests.support.records.model_folder import IGNORES_TOOLS, TEMPLATE, write_folder

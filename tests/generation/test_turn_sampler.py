@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from agentloop.engine.interface import Delta, OnProgress, TokenEngine
 from agentloop.errors import DeadlineExceeded, EngineLost, EnginePaused, InvalidRequest, MalformedEngineResponse
 from agentloop.generation.leased_engine import MAX_ABORTS
-from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text
-from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.generation.turn_reader import CallDelta, Reading, TurnFinish, TurnPiece, TurnReader, arguments_text
 from agentloop.generation.turn_sampler import (
     AnswerText,
     TurnRequest,

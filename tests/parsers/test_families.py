@@ -11,8 +11,8 @@ import pytest
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import PARSER_NAMES, choose_parser, get_parser
+from agentloop.rendering.prompt_text import ChatTemplate
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
-from agentloop.rendering.template import ChatTemplate
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus
 from tests.parsers.writing import made, read_streamed, reads

@@ -13,8 +13,8 @@ import pytest
 from agentloop.errors import TemplateError
 from agentloop.images import ImageRef
 from agentloop.rendering.port import TurnEnd
+from agentloop.rendering.prompt_text import ChatTemplate
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, model_text
-from agentloop.rendering.template import ChatTemplate
 from agentloop.types import Message, ToolCall
 from tests.support.families.table import FAMILIES, write_family
 from tests.support.records.model_folder import IGNORES_TOOLS, TEMPLATE, TOOLS, write_folder

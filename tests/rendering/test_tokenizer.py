@@ -15,9 +15,8 @@ from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import TurnEnd
-from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool
+from agentloop.rendering.prompt_text import ChatTemplate, PromptText, TemplateForm, masked_tool
 from agentloop.rendering.renderer import TemplateRenderer
-from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import Message, ToolCall, ToolCallStatus
 from tests.support.records.model_folder import (

@@ -8,8 +8,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest
 from agentloop.rollout.journal_homes import JournalFolder
-from agentloop.rollout.tool import tool
-from agentloop.rollout.tool_loading import tools_at
+from agentloop.rollout.tool import tool, tools_at
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import RolloutTask, StopReason

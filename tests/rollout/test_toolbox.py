@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.errors import InvalidRequest, InvariantBroken, ToolError
-from agentloop.rollout.tool import ToolSpec, tool
-from agentloop.rollout.tool_loading import load_tools, tools_at
+from agentloop.rollout.tool import ToolSpec, load_tools, tool, tools_at
 from agentloop.rollout.toolbox import Toolbox, ToolScope, capped
 from agentloop.types import JSON, ToolCall, ToolCallStatus, ToolResult
 

@@ -9,7 +9,7 @@ from agentloop.api.coordinator import HeldLease, LeaseReport, ReplicaReport, Tur
 from agentloop.errors import ModelNotFound, NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
-from agentloop.scheduling.kv_share import KVShare, ShareBounds
+from agentloop.scheduling.replica_books import KVShare, ShareBounds
 from agentloop.types import Load
 from agentloop.values.capabilities import Needs
 from tests.scheduling.test_balancer import add, demand, fleet_of, session

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from agentloop.api.coordinator import RolloutTerms
 from agentloop.api.owners import UserLimits, UserTable
 from agentloop.errors import Conflict, InvalidRequest, Overloaded
+from agentloop.scheduling.dispatch_order import UserTurns
 from agentloop.scheduling.samples import NoPlace
 from agentloop.scheduling.staleness_budget import FleetVersions
-from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, StalenessLimit, StopReason
 from agentloop.values.sampling import VersionDemand
 from tests.benchmarks.dispatch import LATE_S, simulate

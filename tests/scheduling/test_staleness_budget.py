@@ -6,8 +6,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest
 from agentloop.generation.leased_engine import NewestVersion
-from agentloop.rollout.budget import LimitReached
-from agentloop.rollout.staleness_guard import StalenessGuard
+from agentloop.rollout.budget import LimitReached, StalenessGuard
 from agentloop.scheduling.staleness_budget import UNBOUNDED, FleetVersions, StalenessBudget, StalenessBudgets
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import (

@@ -11,7 +11,7 @@ from ray import serve
 from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.scheduling.balancer import BalancerConfig
-from agentloop.scheduling.kv_share import ShareBounds
+from agentloop.scheduling.replica_books import ShareBounds
 from agentloop_servers.app import application, build
 from agentloop_servers.config.service import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from agentloop.api.owners import UserLimits, UserTable
 from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import InvalidRequest
-from agentloop.scheduling.user_turns import UserTurns
+from agentloop.scheduling.dispatch_order import UserTurns
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop_servers.config.service import ServiceConfig

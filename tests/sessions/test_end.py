@@ -8,7 +8,7 @@ import pytest
 
 from agentloop.errors import Gone, InvalidRequest, ServiceUnavailable, SessionFinished
 from agentloop.score import PathScore, Score
-from agentloop.sessions.journal import SessionEnd, SessionState
+from agentloop.sessions.calls import SessionEnd, SessionState
 from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason

@@ -13,7 +13,7 @@ from agentloop.chat.call import ChatResult
 from agentloop.concurrency.clock import VirtualClock
 from agentloop.engine.interface import WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost
-from agentloop.sessions.journal import SessionEnd
+from agentloop.sessions.calls import SessionEnd
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import KVPolicy, Message, PauseMode
 from tests.support.endpoint.sessions import MemoryJournal, ask, check_trajectory, key, make_session

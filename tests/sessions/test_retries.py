@@ -6,7 +6,7 @@ import pytest
 
 from agentloop.chat.call import CallKey
 from agentloop.errors import EngineLost
-from agentloop.generation.turn_piece import joined
+from agentloop.generation.turn_reader import joined
 from agentloop.observability.metrics import MetricsTally
 from agentloop.trajectory.node import ModelCallState
 from tests.support.endpoint.sessions import MemoryJournal, ask, check_pieces, key, make_session, streamed

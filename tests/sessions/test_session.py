@@ -10,7 +10,7 @@ from agentloop.concurrency.clock import VirtualClock
 from agentloop.engine.interface import WeightUpdate
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.score import Score
-from agentloop.sessions.journal import SessionEnd, SessionRecord
+from agentloop.sessions.calls import SessionEnd, SessionRecord
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import (
     Constraint,

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from agentloop.concurrency.clock import RealClock
 from agentloop.errors import AgentLoopError, ServiceUnavailable, StorageFull
-from agentloop.sessions.journal import SessionRecord
+from agentloop.sessions.calls import SessionRecord
 from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.sqlite import BatchWriter, Schema, one_thread, open_database
 from agentloop.storage.trajectory_store import TrajectoryStore

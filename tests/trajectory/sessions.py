@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agentloop.trajectory.message_key import tools_key
-from agentloop.trajectory.node import Node, Reply
+from agentloop.trajectory.node import Node, Reply, tools_key
 from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import FinishReason, Message, ToolCall, WeightVersionSpan
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.errors import InvalidRequest
-from agentloop.trajectory.message_key import canonical_json, message_key, tools_key
+from agentloop.trajectory.node import canonical_json, message_key, tools_key
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 from tests.trajectory.sessions import assistant, call, definition, system, tool, user
 

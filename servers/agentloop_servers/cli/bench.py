@@ -17,8 +17,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.observability.logs import configure_logging
 from agentloop.plugins import resolve
 from agentloop.rollout.environment import load_environment, tasks_of
-from agentloop.rollout.tool import Tool
-from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.tool import Tool, load_tools
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.testing import ScriptedTurns, play, validate
 from agentloop.types import Message, RolloutTask, Trajectory

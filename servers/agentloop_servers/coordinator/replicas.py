@@ -38,8 +38,8 @@ from agentloop.fleet.store_follower import FollowedStore
 from agentloop.fleet.trainer_groups import TrainerGroups
 from agentloop.observability.metrics import MetricsTally
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.scheduling.dispatch_order import UserTurns
 from agentloop.scheduling.staleness_budget import FleetVersions
-from agentloop.scheduling.user_turns import UserTurns
 from agentloop.scheduling.waiting import Waiting, WaitingConfig
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode

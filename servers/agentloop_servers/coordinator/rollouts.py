@@ -44,8 +44,7 @@ from agentloop.api.owners import adapter_named, own_id, owner_of, possible_ids, 
 from agentloop.concurrency.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.concurrency.clock import Clock, SteadyTime
 from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
-from agentloop.scheduling.lease_table import Demand
-from agentloop.scheduling.report_desk import ReportDesk
+from agentloop.scheduling.lease_table import Demand, ReportDesk
 from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
 from agentloop.scheduling.samples import NoPlace, Sample
 from agentloop.score import ended

@@ -24,7 +24,7 @@ from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, Gone, InvalidRequest, ModelNotFound, SessionNotFound
-from agentloop.generation.turn_piece import TurnPiece
+from agentloop.generation.turn_reader import TurnPiece
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
 from agentloop.types import Generation

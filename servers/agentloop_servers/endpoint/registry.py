@@ -46,7 +46,7 @@ from agentloop.errors import (
 from agentloop.generation.leased_engine import CallLeases, Connect
 from agentloop.generation.leases import LeaseConfig, LeaseReporter, ReportConfig
 from agentloop.observability.metrics import count_record
-from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
+from agentloop.sessions.calls import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session
 from agentloop.storage.home import Home

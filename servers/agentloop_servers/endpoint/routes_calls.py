@@ -27,11 +27,9 @@ from agentloop.chat import anthropic, openai_completions, responses, vllm_tokens
 from agentloop.chat import openai as openai_chat
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.body_cache import BodyCache
-from agentloop.chat.call import ChatCall
-from agentloop.chat.choices import ChoiceWriter
-from agentloop.chat.dialect import shown_images
+from agentloop.chat.call import ChatCall, shown_images
+from agentloop.chat.choices import ChoiceWriter, TokenTexts
 from agentloop.chat.fields import read_body
-from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.chat.sampling import template_kwargs

@@ -27,9 +27,8 @@ from agentloop.api.sessions import (
     SessionsAnswer,
     encode_trajectories,
 )
-from agentloop.chat.call import ChatCall, ChatResult
-from agentloop.chat.dialect import version_range
-from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
+from agentloop.chat.call import ChatCall, ChatResult, version_range
+from agentloop.sessions.calls import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.session import Session
 from agentloop.types import Generation, Message, Trajectory
 from agentloop.values import codec

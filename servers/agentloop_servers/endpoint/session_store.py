@@ -33,7 +33,7 @@ from agentloop.errors import (
     SessionFinished,
     SessionNotFound,
 )
-from agentloop.sessions.journal import SessionRecord, SessionState
+from agentloop.sessions.calls import SessionRecord, SessionState
 from agentloop.storage.disk_room import DiskRoom
 from agentloop.storage.home import Database, Home, Ownership, Schema
 from agentloop.storage.sqlite import BatchWriter, Work, one_thread, open_database

@@ -23,14 +23,14 @@ from starlette.responses import Response
 from agentloop.api.requests import Body
 from agentloop.chat import sglang
 from agentloop.chat.call import ChatCall
+from agentloop.chat.choices import TokenTexts
 from agentloop.chat.fields import Ignored, read_body
-from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.scores import check_num_scores
 from agentloop.chat.sglang import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
 from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.leased_engine import AbortSwitch
-from agentloop.generation.turn_piece import TurnPiece
+from agentloop.generation.turn_reader import TurnPiece
 from agentloop.rendering.renderer import off_loop
 from agentloop.trajectory.node import Reply
 from agentloop.types import Generation

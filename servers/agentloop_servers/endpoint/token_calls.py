@@ -28,8 +28,7 @@ from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import AbortSwitch, CallLeases, LeasedEngine
-from agentloop.generation.turn_piece import TurnPiece
-from agentloop.generation.turn_reader import Reading
+from agentloop.generation.turn_reader import Reading, TurnPiece
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.sessions.prompts import SessionParts, prepare_call
 from agentloop.trajectory.node import Reply

@@ -15,7 +15,7 @@ from pathlib import Path
 from agentloop.errors import InvalidRequest
 from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.scheduling.balancer import BalancerConfig
-from agentloop.scheduling.kv_share import ShareBounds
+from agentloop.scheduling.replica_books import ShareBounds
 from agentloop_servers.cluster.host import usable_cpus
 from agentloop_servers.config.engines import EngineEntry
 from agentloop_servers.config.service import ServiceConfig, model_sizes, saved_config

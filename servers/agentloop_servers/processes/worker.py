@@ -16,7 +16,7 @@ from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseReporter
 from agentloop.observability.trace_context import EngineTraces
 from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
-from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.tool import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentloop.errors import InvalidRequest, ToolError, ToolLost
-from agentloop.rollout.tool_loading import tools_at
+from agentloop.rollout.tool import tools_at
 from agentloop.rollout.toolbox import Toolbox, ToolScope
 from agentloop.types import RolloutTask, ToolCall, ToolResult
 from agentloop_tools.mcp import McpTools

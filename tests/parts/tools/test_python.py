@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from agentloop.errors import ToolError
-from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.tool import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.types import ToolCall
 from agentloop_tools import SHIPPED_TOOLS

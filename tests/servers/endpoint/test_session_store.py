@@ -22,7 +22,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest, SessionFinished, SessionNotFound, StorageFull
 from agentloop.score import Score
-from agentloop.sessions.journal import SessionState
+from agentloop.sessions.calls import SessionState
 from agentloop.storage.home import Home
 from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop.values import codec

@@ -21,7 +21,7 @@ from agentloop.errors import (
     StorageFull,
 )
 from agentloop.score import Score
-from agentloop.sessions.journal import SessionEnd, SessionState
+from agentloop.sessions.calls import SessionEnd, SessionState
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from agentloop.values.codec import to_builtins

@@ -12,7 +12,7 @@ import pytest
 
 from agentloop.api.coordinator import EndpointTable, FrontPort, sessions_lease
 from agentloop.errors import ServiceUnavailable
-from agentloop.sessions.journal import SessionState
+from agentloop.sessions.calls import SessionState
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.trajectory.node import ModelCallState

@@ -14,12 +14,11 @@ from agentloop.api.owners import own_id, possible_ids, shown_id
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
 from agentloop.generation.leases import LeaseReporter
-from agentloop.generation.turn_piece import TurnPiece
-from agentloop.generation.turn_reader import TurnReader
+from agentloop.generation.turn_reader import TurnPiece, TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.score import Score
-from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
+from agentloop.sessions.calls import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import Prompt, SessionParts
 from agentloop.trajectory.node import Node, Reply
 from agentloop.types import FinishReason, KVPolicy, Message, Trajectory, WeightVersionSpan

@@ -15,10 +15,9 @@ import numpy as np
 
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.engine.interface import TokenEngine
-from agentloop.generation.turn_piece import TurnPiece
-from agentloop.generation.turn_reader import TurnReader
+from agentloop.generation.turn_reader import TurnPiece, TurnReader
 from agentloop.parsers.by_name import get_parser
-from agentloop.sessions.journal import SessionRecord
+from agentloop.sessions.calls import SessionRecord
 from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node

@@ -44,7 +44,7 @@ from agentloop.errors import (
     ServiceUnavailable,
 )
 from agentloop.observability.metrics import MetricsPage, MetricsReport
-from agentloop.scheduling.user_turns import UserTurns
+from agentloop.scheduling.dispatch_order import UserTurns
 from agentloop.storage import facts
 from agentloop.types import (
     Assignment,

@@ -12,7 +12,7 @@ from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import ServiceUnavailable
 from agentloop.fleet.registry import FleetConfig
 from agentloop.scheduling.balancer import BalancerConfig
-from agentloop.scheduling.kv_share import ShareBounds
+from agentloop.scheduling.replica_books import ShareBounds
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator

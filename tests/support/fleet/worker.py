@@ -10,8 +10,7 @@ from agentloop.engine.interface import Engine
 from agentloop.observability.metrics import MetricsTally
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
-from agentloop.rollout.tool import Tool
-from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.tool import Tool, load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal

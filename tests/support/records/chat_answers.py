@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from agentloop.chat.call import ChatCall, ChatResult
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
+from agentloop.generation.turn_reader import CallDelta, TurnPiece, arguments_text
 from agentloop.trajectory.node import Node, Reply
 from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus, WeightVersionSpan

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from agentloop.sessions.journal import SessionRecord
+from agentloop.sessions.calls import SessionRecord
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.types import FinishReason, Generation, Message, WeightVersionSpan
 from agentloop.values.sampled_tokens import SampledTokens

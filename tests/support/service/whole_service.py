@@ -16,7 +16,7 @@ from agentloop.engine.interface import Engine
 from agentloop.fleet.registry import FleetConfig
 from agentloop.observability.metrics import MetricSample, MetricsTally
 from agentloop.rollout.journal_homes import StoredJournals
-from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.tool import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal

@@ -30,7 +30,7 @@ from agentloop.concurrency.clock import RealClock
 from agentloop.engine.interface import OnProgress, WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
-from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.tool import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.worker import Worker
