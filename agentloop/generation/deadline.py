@@ -1,9 +1,8 @@
-"""Deadlines that do not count the time in which the service itself stands still.
+"""Deadlines that do not count the time during which the service is unavailable.
 
-The service stands still for a call while no replica can be had, while its request is frozen in an engine (a
-pause, an update, sleep), and from the last that was heard of a replica that is lost. All of it is told to the one
-`Deadline` of the trajectory or the call, which moves by as much. A deadline that is enforced elsewhere, as an
-HTTP client does, is fixed: it counts the same seconds and stays.
+The service is unavailable to a call while no replica is free, while the call's request is frozen in an engine (a
+pause, an update, sleep), and from a lost replica's last report on. This time is added to the `Deadline` of the
+trajectory or call. A fixed deadline, which for example an HTTP client enforces, counts this time and does not move.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ _LAST_WORD_S = 0.25
 
 
 class Deadline:
-    """A moment in the event loop's time for one task and the calls it awaits; fixed, or moved by standstill."""
+    """The deadline of a task and the calls that it awaits, in the event loop's time; fixed, or moved by
+    unavailability."""
 
     def __init__(self, at: float = math.inf) -> None:
-        """A fixed one."""
+        """Make a fixed deadline."""
         self.at = at
         self._max_standstill_s: float | None = None
         self._scope: asyncio.Timeout | None = None  # ends the task; None: it is enforced elsewhere
-        self._is_enforced = False  # and may still end it
-        self._timer: asyncio.TimerHandle | None = None  # of the scope, at that moment or before it
+        self._is_enforced = False  # the scope may still end the task
+        self._timer: asyncio.TimerHandle | None = None  # fires when the scope ends, or earlier
         self._look_at = math.inf  # not `timer.when()`: uvloop rounds it, and a timer due at once has none
         self._grace_s = 0.0
         self._stood_still_s = 0.0
@@ -35,10 +35,10 @@ class Deadline:
 
     @classmethod
     def moving(cls, timeout_s: float, max_standstill_s: float) -> Deadline:
-        """Return a deadline that moves, by at most `max_standstill_s` in all.
+        """Return a deadline that moves, by at most `max_standstill_s` in total.
 
-        As a context it ends its block with TimeoutError, as `asyncio.timeout` does. Its timer is set once, and set
-        anew if the moment has moved when it fires.
+        As a context manager it ends its block with TimeoutError, as `asyncio.timeout` does. Its timer is set once,
+        and again if the deadline has moved when the timer fires.
         """
         made = cls(loop_time() + timeout_s)
         made._max_standstill_s = max_standstill_s
@@ -61,13 +61,13 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline; they do not pass while the service stands still."""
+        """Seconds until the deadline; constant while the service is unavailable."""
         is_still = self._since is not None and self._max_standstill_s is not None
         return self.at - (self._since if is_still and self._since is not None else loop_time())
 
     @property
     def enforced_at(self) -> float | None:
-        """The moment at which the deadline ends its task as things are now; None: it ends none."""
+        """The time at which the deadline would end its task now; None if it ends no task."""
         if self._scope is None or math.isinf(self.at):
             return None
         if self._scope.expired():
@@ -82,20 +82,22 @@ class Deadline:
 
     @property
     def standstill_s(self) -> float:
-        """Seconds in which the service stood still so far."""
+        """Seconds during which the service was unavailable so far."""
         return self._stood_still_s + (0.0 if self._since is None else loop_time() - self._since)
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which a wait for the service may last. It ends shortly before a fixed deadline, so that its
-        error names the reason."""
+        """Seconds for which a call may wait for the service.
+
+        With a fixed deadline the wait ends shortly before it, so that the error names the reason.
+        """
         if self._max_standstill_s is None:
             left_s = self.at - loop_time()
             return max(left_s - _LAST_WORD_S, 0.5 * left_s)
         return self._max_standstill_s - self.standstill_s
 
     def stood_still(self, seconds: float) -> None:
-        """Move the deadline by seconds of standstill that have passed."""
+        """Move the deadline by seconds during which the service was unavailable."""
         self._stood_still_s += seconds
         if self._max_standstill_s is not None and seconds:
             self.at += seconds
@@ -103,17 +105,17 @@ class Deadline:
 
     @property
     def is_fixed(self) -> bool:
-        """True for a deadline that is enforced elsewhere and does not move."""
+        """True if the caller enforces the deadline, which then does not move."""
         return self._max_standstill_s is None
 
     @property
     def is_spent(self) -> bool:
-        """True if a deadline that moves has moved as far as it may."""
+        """True if a moving deadline has moved by its maximum."""
         return self._max_standstill_s is not None and self.patience_s <= 0
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
-        """Within this context, time does not count."""
+        """Within this context the service is unavailable, and its time does not count."""
         if self._num_waiting == 0:
             self._since = loop_time()
         self._num_waiting += 1
@@ -129,7 +131,7 @@ class Deadline:
 
     @contextmanager
     def grace(self, seconds: float) -> Iterator[None]:
-        """Within this context, enforce the deadline so much later: the awaited call ends by itself before."""
+        """Within this context enforce the deadline `seconds` later: the awaited call ends before."""
         self._put_off(seconds)
         try:
             yield
@@ -142,7 +144,7 @@ class Deadline:
             self._enforce()
 
     def _enforce(self) -> None:
-        """See that the timer comes no later than the task is to be ended."""
+        """Set the timer earlier if the task must end before it fires."""
         when = self.enforced_at if self._is_enforced else None
         if when is not None and self._look_at > when:
             self._set_timer(when)
@@ -154,7 +156,7 @@ class Deadline:
         self._timer = asyncio.get_running_loop().call_at(when, self._look)
 
     def _look(self) -> None:
-        """End the task, or look again if its end was put off."""
+        """End the task, or set the timer again if the deadline has moved."""
         when = self.enforced_at
         assert self._scope is not None
         if when is not None and when > self._look_at:
@@ -165,5 +167,5 @@ class Deadline:
 
 
 def loop_time() -> float:
-    """Return the time by which deadlines are set."""
+    """Return the event loop's time, in which deadlines are set."""
     return asyncio.get_running_loop().time()

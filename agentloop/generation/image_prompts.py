@@ -1,7 +1,7 @@
-"""Prompts that show images: from the ids that a template writes to those that the model reads.
+"""Prompts with images: replaces a template's placeholder ids by the ids that the model reads.
 
-Ownership: one `ImagePlacer` a process. All replicas serve one model, so what an engine said of an image holds for
-all of them; it is remembered by the image's hash.
+A process has one `ImagePlacer`. All replicas serve the same model, so the tokens that one engine returns for an
+image are valid for all; they are cached by the image's hash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ImageAsker:
 
     images: Mapping[str, Image]  # by their hash
     engine: LeasedEngine
-    request_id: str  # of the generation to come
+    request_id: str  # the next generation's
     deadline: Deadline | None = None
 
 

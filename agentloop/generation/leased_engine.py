@@ -1,30 +1,12 @@
-"""The way to an engine under a lease: one loop over the rounds of a turn, whatever ended the one before.
+"""Calls of engines under a lease: a turn runs in one or more rounds, each of which is one engine request.
 
-Ownership: every call of `TokenEngine.generate`, `stream` and `image_tokens` under a lease, every retry of one, and
-every continuation. A turn that nothing streams is asked for whole: answers token by token cost a front end half its
-rate. The policy:
+A round ends with the turn, by an engine's abort, or by a failure. Tokens that the engine has reported are kept: the
+next round continues from them, on the same or another replica, as a new version span. `_TurnRounds` holds a turn's
+state, and `LeasedEngine._rounds` runs it; the reason for each kind of retry is at its branch. A turn that is not
+streamed is requested as a whole, because answers per token halve the rate of a front end.
 
-- while the service has no place for it, or its engine is paused, a call waits: as long as its own deadline, which
-  does not count that time where it can move (`Deadline`). Polls are long and pauses random, so nobody is stormed;
-- after a failure the coordinator is told, and the next round, after a random pause that grows, runs under the lease
-  that it gives. Replicas that could not be reached, or whose weights are not usable, are no failures of the
-  request. Others are, and the DeadlineExceeded of one replica while the call has time left is one: after
-  `max_attempts` of them in a row, without a token between, the last error comes as it is. A prompt that kills its
-  replicas must not be carried from one to the next for ever;
-- while the service has no weights that the call accepts it waits as long as the call's demand says; then it ends
-  with WeightVersionNotServed, which has the tokens so far, or for one that `keeps_late` with these as an abort;
-- an abort ends a round like a failure does, and the next begins at once, unless `continues_after_abort` says no;
-- what an engine reported, or streamed, before its round ended is kept: the next one goes on from those ids, with a
-  new span, another seed (`continued`) and the call's KV policy. Where that would not be the same reply
-  (`looks_back`), what nobody has seen is sampled anew, and what was given out raises the error. `num_resampled`
-  counts the failed rounds of which nothing was left;
-- a replica that had no token for a call by its deadline is told of, and the next call runs elsewhere;
-- a pause for which engines hold no requests any more (EnginePaused for a minute) ends a call of a fixed deadline;
-- a turn that takes too long is no error where the caller `keeps_late` ones: its engine ends it, and what was
-  sampled is the reply. To sample it again would favour short turns. Only a request that has no token by then is
-  made again.
-
-What leaves this module was checked (`check_generation`), each reply or piece once.
+Invariants: all calls of `TokenEngine.generate`, `stream` and `image_tokens` under a lease are made here; every
+reply and piece that leaves this module was checked once (`check_generation`).
 """
 
 from __future__ import annotations
@@ -73,42 +55,41 @@ from agentloop.values.sampled_tokens import SampledTokens
 T = TypeVar("T")
 
 Connect = Callable[[str], TokenEngine]
-"""The engine behind a replica's private URL."""
+"""Returns the engine at a replica's private URL."""
 
 AbortRule: TypeAlias = Callable[[SampledTokens], bool]
-"""Tells if a turn with these tokens is continued after an engine's abort."""
+"""Returns True if a turn with these tokens continues after an engine's abort."""
 
-MAX_ABORTS = 32  # in a row of a turn that engines' aborts keep cutting before it has a token more
+MAX_ABORTS = 32  # in a row, without a token between
 
 ABORT_GRACE_S = 5.0
-"""How long an engine has to tell the tokens of a turn that its caller aborts. Its reports come more often."""
+"""Seconds that an engine has to report the tokens of a turn that its caller aborts; it reports more often."""
 
 TURN_GRACE_S = 20.0
-"""How long after a deadline a call that `keeps_late` may end: a late turn is ended, or its replica known to be
+"""Seconds after its deadline within which a call with `keeps_late` ends: its engine returns the tokens, or is
 lost."""
 
-_SILENCE_S = 10.0  # a round that had no token for so long at its deadline had time for one
+_SILENCE_S = 10.0  # a round of this length without a token means a silent replica
 _REFUSED_S = 60.0
-_LATE_S = 0.5  # of a deadline, which the replica's clock may meet first
+_LATE_S = 0.5  # the replica's clock may reach a deadline this much earlier
 _IMAGES = Needs(bits_of(frozenset({Feature.IMAGES})))
-_MAX_OLDER = 12  # rounds in a row, by some 20 s, under weights that are older than the turn's
+_MAX_OLDER = 12  # rounds in a row, about 20 s, with weights older than the turn's
 _FIRST_PAUSE_S = 0.1  # before the second round, at most; then doubled
 _MAX_PAUSE_S = 5.0
 _VERSION_POLL_S = 0.5
 _SUSPECT_PAUSE_S = 5.0  # before the third round in a row of a request that fails; then doubled
 _MAX_SUSPECT_PAUSE_S = 20.0
 
-_MAX_SILENT_GENERATIONS = 1000  # of other replicas, after which a replica's last version counts no more
+_MAX_SILENT_GENERATIONS = 1000  # a replica's version is dropped after so many of other replicas
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class NewestVersion:
-    """The newest weight version that a worker has heard of, in the generations of all its trajectories under one
-    adapter, or under the base weights.
+    """The newest weight version in the generations of a worker, for one adapter or the base weights.
 
-    It is the newest of the last versions of all replicas heard of lately. A replica that reports an older one than
-    before was taken back, as the fleet then is.
+    It is the newest of the versions that the replicas reported last. If a replica reports an older version than
+    before, the fleet was rolled back, so the value may decrease.
     """
 
     def __init__(self) -> None:
@@ -117,7 +98,7 @@ class NewestVersion:
         self._num_seen = 0
 
     def see(self, generation: Generation, *, is_adapters: bool = False) -> None:
-        """Learn a generation's version: that of its last span, or of its load, which is the base weights'."""
+        """Record a generation's version: its last span's, or for base weights its load's if that is newer."""
         heard = [span.version for span in generation.weight_versions[-1:]]
         if generation.load.weight_version is not None and not is_adapters:
             heard.append(generation.load.weight_version)
@@ -133,30 +114,30 @@ class NewestVersion:
 
 
 NewestVersions: TypeAlias = defaultdict[str, NewestVersion]
-"""Those of each adapter, and with "" of the base weights."""
+"""By adapter; "" is the base weights."""
 
 
 @dataclass(slots=True)
 class TurnClock:
-    """The times of a turn under way, by the stopwatch of its trajectory. The turn's rounds write them."""
+    """The times of a running turn, in microseconds since its trajectory began."""
 
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     begun_us: int = -1
     first_token_us: int | None = None
     queue_us: int = 0
     standstill_us: int = 0
-    queues_since_us: int | None = None  # it waits for a place
+    queues_since_us: int | None = None  # set while the turn waits for a replica
 
     def __post_init__(self) -> None:
         self.begun_us = self.stopwatch()
 
     def note_first_token(self, decode_s: float = 0.0) -> None:
-        """Note that the first token came `decode_s` ago."""
+        """Record the first token, which was sampled `decode_s` ago."""
         self.first_token_us = max(self.stopwatch() - round(decode_s * 1e6), self.begun_us)
 
     @contextmanager
     def queueing(self) -> Iterator[None]:
-        """Within this context the turn waits for a place."""
+        """Within this context the turn waits for a replica."""
         self.queues_since_us = since = self.stopwatch()
         try:
             yield
@@ -170,22 +151,19 @@ class TurnClock:
 
 
 class AbortSwitch:
-    """The order of a caller to end a turn early, with the tokens that it has.
+    """Ends a turn early and keeps the tokens sampled so far.
 
-    A turn with a switch also ends at an engine's own abort.
+    A turn with a switch also ends at an abort by its engine.
     """
 
     def __init__(self) -> None:
         self.is_thrown = False
-        self.ends_at: float | None = None  # when a turn that has not ended by then is ended here
-        self._scope: asyncio.Timeout | None = None  # of the turn's work under way
-        self._round: tuple[TokenEngine, str] | None = None  # the engine's request under way
+        self.ends_at: float | None = None  # the turn is ended here at this time, if it is still running
+        self._scope: asyncio.Timeout | None = None  # the timeout of the turn's running work
+        self._round: tuple[TokenEngine, str] | None = None  # the engine's running request
 
     async def throw(self) -> None:
-        """End the turn: its engine tells all that was sampled, or `ABORT_GRACE_S` later what it has told counts.
-
-        Idempotent.
-        """
+        """End the turn. Its engine has `ABORT_GRACE_S` to report the sampled tokens. Idempotent."""
         if self.is_thrown:
             return
         self.is_thrown = True
@@ -219,15 +197,15 @@ class AbortSwitch:
 
 
 class _TurnAborted(Exception):
-    """The switch has ended the work on a turn."""
+    """The switch ended the turn."""
 
 
 class TurnOptions(TypedDict, total=False):
-    """The options of a turn, beside its request. Its times are added to `clock`.
+    """Options of a turn in addition to its request. The turn's times are added to `clock`.
 
-    At a `deadline` its maker ends the call, a request that `keeps_late` `TURN_GRACE_S` later; without one the call
-    ends after the request's `timeout_s`. If `continues_after_abort` says no after an engine's abort, or `switch` is
-    thrown, the reply ends with FinishReason.ABORT.
+    The caller enforces a `deadline`, for a request with `keeps_late` `TURN_GRACE_S` later. Without a deadline the
+    call ends after the request's `timeout_s`. The reply ends with FinishReason.ABORT if `continues_after_abort`
+    returns False after an engine's abort, or if `switch` is thrown.
     """
 
     deadline: Deadline | None
@@ -237,7 +215,7 @@ class TurnOptions(TypedDict, total=False):
 
 
 class LeasedEngine:
-    """An engine at the replica of a lease. Calls may run side by side: they share the lease."""
+    """The engine at the replica of a lease. Concurrent calls share the lease."""
 
     def __init__(
         self,
@@ -250,8 +228,7 @@ class LeasedEngine:
         tally: MetricsTally | None = None,
         adapter: str = "",
     ) -> None:
-        """`max_attempts` are of one turn that fails in a row; `newest` learns from every generation; `adapter` is
-        that of its trajectory."""
+        """`max_attempts` bounds a turn's consecutive failures; `newest` records every generation's version."""
         self.connect = connect
         self.adapter = adapter
         self.tally = MetricsTally() if tally is None else tally
@@ -259,12 +236,12 @@ class LeasedEngine:
         self._vocab_size = vocab_size
         self._max_attempts = max_attempts
         self._newest = newest
-        self.engine_s = 0.0  # in engines, of the rounds that were answered
-        self.num_resampled = 0  # rounds that were lost under a lease, and made again from their first token
+        self.engine_s = 0.0  # seconds in engines, of the rounds that succeeded
+        self.num_resampled = 0  # failed rounds that left no tokens
         self.moves: list[Move] = []
         self.lost_tokens: Counter[LossCause] = Counter()
-        self._replica_id = ""  # of the last round
-        self.turn: TurnClock | None = None  # of the call under way, the latest of several
+        self._replica_id = ""  # the last round's
+        self.turn: TurnClock | None = None  # the latest running call's
 
     @property
     def process_id(self) -> str:
@@ -274,7 +251,7 @@ class LeasedEngine:
     async def image_tokens(
         self, request: GenerateRequest, images: Sequence[Image], *, deadline: Deadline | None = None
     ) -> tuple[ImageTokens, ...]:
-        """Ask as `TokenEngine.image_tokens` does, before `request` is made, under the lease that it will have."""
+        """Call `TokenEngine.image_tokens` under the lease that `request` will have."""
         turn = _TurnRounds(request, SampledTokens(), self._vocab_size, deadline=deadline)
 
         async def asked() -> tuple[ImageTokens, ...]:
@@ -290,10 +267,10 @@ class LeasedEngine:
     async def generate(
         self, request: GenerateRequest, sampled: SampledTokens | None = None, **options: Unpack[TurnOptions]
     ) -> Generation:
-        """Generate, as `TokenEngine.generate` does, over as many rounds as it takes.
+        """Run a request, as `TokenEngine.generate` does, in as many rounds as needed.
 
-        `request.timeout_s` bounds each round. Tokens are added to `sampled`, which is empty. Raises the last error
-        of a round, or DeadlineExceeded.
+        `request.timeout_s` bounds each round. Tokens are added to `sampled`, which is empty. Raises the last
+        round's error, or DeadlineExceeded.
         """
         turn = _TurnRounds(request, sampled, self._vocab_size, **options)
         async with aclosing(self._rounds(turn)) as items:
@@ -310,16 +287,17 @@ class LeasedEngine:
         is_shown: bool = True,
         **options: Unpack[TurnOptions],
     ) -> AsyncGenerator[Delta | Generation, None]:
-        """Generate, as `generate` does, in pieces; the last item is the `Generation`. Close it to end the request.
+        """Run a request as `generate` does and yield its pieces, then the `Generation`. Close it to end the
+        request.
 
-        With `is_shown` pieces cannot be taken back; without it `sampled` may become shorter before a piece.
+        With `is_shown` the caller has passed the pieces on, so they are final; otherwise `sampled` may be cut
+        before the next piece.
         """
         turn = _TurnRounds(request, sampled, self._vocab_size, is_streamed=True, is_shown=is_shown, **options)
         return self._rounds(turn)
 
     async def _rounds(self, turn: _TurnRounds) -> AsyncGenerator[Delta | Generation, None]:
-        """Run a turn to its end. If a replica had no token for it by its deadline, there is no time for a retry,
-        but the next call shall not meet the same silence."""
+        """Run a turn's rounds; yields pieces, then the whole generation."""
         holder, ended = self._holder, None
         holder.enter()
         self.turn = turn.clock
@@ -334,6 +312,7 @@ class LeasedEngine:
                             yield piece
                 except AgentLoopError as error:
                     await turn.in_time(self._recover(turn, lease, error))
+                    # These errors refuse a round before it samples, so nothing was lost.
                     is_begun = not isinstance(
                         error, EnginePaused | EngineUnreachable | WeightVersionNotServed | ModelNotFound
                     )
@@ -342,15 +321,19 @@ class LeasedEngine:
         except _TurnAborted:
             yield (ended := turn.aborted())
         except WeightVersionNotServed as error:
+            # No replica has weights that the call accepts. A call with `keeps_late` gets its tokens as an abort.
             if turn.sampled and turn.request.keeps_late and (ended := turn.cut_short()) is not None:
                 yield ended
                 return
             self._lose(LossCause.STALE, len(turn.sampled))
             raise turn.with_tokens(error) from error
-        except BaseException as error:  # the deadline is the caller's: it may end the turn by a cancellation
-            if not isinstance(error, GeneratorExit):  # else its reader has what it wanted
+        except BaseException as error:
+            # The caller enforces the deadline by cancellation. GeneratorExit means that the reader has stopped, for
+            # example at a stop string, and loses nothing.
+            if not isinstance(error, GeneratorExit):
                 is_cut = isinstance(error, asyncio.CancelledError | DeadlineExceeded)
                 self._lose(LossCause.CANCEL if is_cut else LossCause.KILL, len(turn.sampled))
+            # No time is left for a retry, but the next call must not use a silent replica.
             if turn.silent_lease is not None:
                 holder.give_up(turn.silent_lease)
             raise
@@ -364,7 +347,7 @@ class LeasedEngine:
             self.lost_tokens[cause] += num_tokens
 
     async def _round(self, turn: _TurnRounds, asked: GenerateRequest, lease: Lease) -> AsyncGenerator[Delta, None]:
-        """Yield a round's pieces, if the turn is streamed, and give the turn all of it."""
+        """Run one engine request; yields its pieces if the turn is streamed."""
         last, switch = None, turn.switch
         with nullcontext() if switch is None else switch.asking(self.connect(lease.url), asked.request_id):
             if not turn.is_streamed:
@@ -387,8 +370,7 @@ class LeasedEngine:
         turn.end_round(last)
 
     async def _lease(self, turn: _TurnRounds, asked: GenerateRequest, needs: Needs) -> Lease:
-        """Return the lease for a round, as soon as there is one. Raises the last refusal when the call has waited
-        for as long as it may."""
+        """Return the lease for a round; waits for one. Raises the last refusal when the wait times out."""
         lease = self._holder.held(needs)
         if lease is None:
             with turn.clock.queueing():
@@ -403,7 +385,7 @@ class LeasedEngine:
 
     async def _waited(self, turn: _TurnRounds, asked: GenerateRequest, needs: Needs) -> Lease:
         deadline = turn.deadline
-        refusal: AgentLoopError = NoHealthyReplica("no replica could be had")
+        refusal: AgentLoopError = NoHealthyReplica("no replica is available")
         num_refused = 0
         patience_s = None if math.isinf(deadline.patience_s) else max(deadline.patience_s, 0.0)
         try:
@@ -418,14 +400,18 @@ class LeasedEngine:
                         except WeightVersionNotServed as error:
                             await turn.wait_for_version(error)
                             continue
+                        # The coordinator holds a poll for a while; only polls that it refuses at once are paced.
                         num_refused = 0 if loop_time() - asked_at > _MAX_PAUSE_S else num_refused + 1
                         await asyncio.sleep(_pause_s(num_refused))
         except TimeoutError as error:
             raise type(refusal)(f"{refusal.message}, for {deadline.standstill_s:.0f} s") from error
 
     async def _recover(self, turn: _TurnRounds, lease: Lease, error: AgentLoopError) -> None:
-        """Get ready for the next round: count the failure, move away, and pause. Raises `error` if none is left."""
-        # By a replica that switches before the fleet, or after it; or whose adapter's place was nearly another's.
+        """Prepare the next round: count the failure, get another lease, and pause.
+
+        Raises `error` if none may follow.
+        """
+        # The replica commits a version earlier or later than the fleet, or has just unloaded the adapter.
         if isinstance(error, WeightVersionNotServed | ModelNotFound):
             self._holder.have_ask(lease)
             turn.num_misplaced += 1
@@ -437,8 +423,11 @@ class LeasedEngine:
         if isinstance(error, MalformedEngineResponse):
             self.tally.count("logprob_problems_total")
         turn.fail_round(error)
+        # Engines hold requests during a short pause. After a minute of refusals a fixed deadline would only run
+        # out.
         if turn.refused_s > _REFUSED_S and turn.deadline.is_fixed:
             raise error
+        # A replica's DeadlineExceeded is a failure of that replica while the call has time left.
         can_help = error.retryable or (isinstance(error, DeadlineExceeded) and turn.deadline.left_s > 0)
         if not can_help or turn.deadline.is_spent:
             raise error
@@ -446,6 +435,7 @@ class LeasedEngine:
             _log.warning("call_failed", request=turn.request.request_id, replica=lease.replica_id, error=str(error))
             with turn.deadline.standing_still(), turn.clock.queueing():
                 await self._holder.failed(lease)
+        # A prompt that kills replicas must not be retried on one after another without end.
         if turn.num_failures >= self._max_attempts or not turn.prepare_to_continue():
             raise error
         with turn.deadline.standing_still(), turn.clock.queueing():
@@ -453,8 +443,10 @@ class LeasedEngine:
 
 
 class CallLeases:
-    """The leases of a process's calls: one for each session, and one for each call outside of a session. Close it
-    before its reporter: it waits for changes under way."""
+    """The leases of a process's calls: one per session, and one per call outside of a session.
+
+    Close it before its reporter, because it waits for running changes of leases.
+    """
 
     def __init__(
         self,
@@ -472,7 +464,7 @@ class CallLeases:
         self._vocab_size = vocab_size
         self._config = config
         self._tally = tally
-        # Engines hold them, and the reporter those that have a lease.
+        # Weak: a running engine keeps its holder alive, and so does the reporter while there is a lease.
         self._holders: WeakValueDictionary[str, LeaseHolder] = WeakValueDictionary()
 
     def engine(self, session_id: str) -> LeasedEngine:
@@ -491,17 +483,17 @@ class CallLeases:
         )
 
     def release(self, session_id: str) -> None:
-        """Give a session's place back; its next call takes one again."""
+        """Release a session's lease; its next call requests another."""
         if (holder := self._holders.get(session_id)) is not None:
             holder.release()
 
     def end(self, session_id: str) -> None:
-        """Give a session's place back for good: later calls raise SessionFinished. Idempotent."""
+        """Release a finished session's lease: later calls raise SessionFinished. Idempotent."""
         if (holder := self._holders.get(session_id)) is not None:
             holder.close()
 
     async def close(self) -> None:
-        """Give back every lease, and wait for all changes under way; each has a deadline."""
+        """Release every lease, and wait for running changes; each has a deadline."""
         for holder in list(self._holders.values()):
             holder.close()
         await self._reporter.changes.close()
@@ -513,9 +505,9 @@ def _needs_of(request: GenerateRequest) -> Needs:
 
 
 def _pause_s(num_before: int, num_failures: int = 0) -> float:
-    """Return a random pause before the next round: full jitter under a bound that doubles.
+    """Return a random pause before the next round: full jitter up to a bound that doubles.
 
-    Requests that fail again and again come back one by one: of those that die together, one may be the cause.
+    Requests that fail repeatedly wait longer, so that they run one by one: one of them may kill its replica.
     """
     longest_s = min(_FIRST_PAUSE_S * 2.0 ** min(num_before, 10), _MAX_PAUSE_S)
     if num_failures > 1:
@@ -524,10 +516,11 @@ def _pause_s(num_before: int, num_failures: int = 0) -> float:
 
 
 class _TurnRounds:
-    """One turn over its rounds: what it has, and what is still to be asked. A round is one engine request. It ends
-    with the turn, by an engine's abort, or by a failure; the next one goes on from the ids so far. `sampled` is
-    shared with the turn's reader (`TurnText` in `turn_sampler.py`): tokens are added here, and cut here or, at a
-    stop string, there. Invariant: its tokens are the beginning of the reply."""
+    """The state of a turn over its rounds: the tokens so far, failures, and the next request.
+
+    `sampled` is shared with the turn's reader (`TurnText` in `turn_sampler.py`), which cuts it at a stop string;
+    all other changes are made here. Invariant: its tokens are a prefix of the reply.
+    """
 
     def __init__(
         self,
@@ -544,35 +537,35 @@ class _TurnRounds:
     ) -> None:
         self.request = request
         self.clock = TurnClock() if clock is None else clock
-        self.num_cut = 0  # tokens that were dropped, to be sampled again
+        self.num_cut = 0  # dropped tokens, which are sampled again
         self.sampled = SampledTokens() if sampled is None else sampled
         self.deadline = Deadline(loop_time() + request.timeout_s) if deadline is None else deadline
         self.is_streamed = is_streamed
-        self.num_failures = 0  # of the request, in a row
-        self.num_lost = 0  # rounds that failed in any way, in a row
-        self.num_misplaced = 0  # rounds that a replica refused for its weights
-        self._num_older = 0  # rounds in a row whose weights were older than those of the tokens
-        self.last_lease: Lease | None = None  # of the last round
-        self._ends_at = self.deadline.at if deadline is None else None  # None: the caller sees to it
+        self.num_failures = 0  # consecutive failures that the request may have caused
+        self.num_lost = 0  # consecutive failed rounds
+        self.num_misplaced = 0  # rounds that a replica refused because of its weights
+        self._num_older = 0  # consecutive rounds with weights older than the tokens'
+        self.last_lease: Lease | None = None  # the last round's
+        self._ends_at = self.deadline.at if deadline is None else None  # None: the caller enforces it
         self._vocab_size = vocab_size
         self._is_shown = is_shown
         self._continues_after_abort = continues_after_abort
         self.switch = switch
         self._num_asked = 0
-        self._num_idle = 0  # aborts in a row after which nothing more was kept
+        self._num_idle = 0  # consecutive aborts without a new token
         self._asked = request
-        self._num_before = 0  # tokens before the round
-        self._last: Generation | None = None  # of the last round, unless it failed
-        self._num_cached: int | None = None  # of the prompt, as the first answer said
-        self._refused_at: float | None = None  # the first of refusals in a row by a paused engine
-        self._lease: Lease | None = None  # of the round, until it has failed otherwise than by its silence
+        self._num_before = 0  # number of tokens at the round's start
+        self._last: Generation | None = None  # the last round's, unless it failed
+        self._num_cached: int | None = None  # cached prompt tokens in the first round
+        self._refused_at: float | None = None  # time of the first of consecutive refusals by paused engines
+        self._lease: Lease | None = None  # the round's, until it fails for another reason than silence
         self._began_at = 0.0
-        self._standstill_s = 0.0  # of the round, as it was told
-        self._patient_until: float | None = None  # since the call was first refused for the fleet's weights
+        self._standstill_s = 0.0  # unavailable seconds that the round has reported
+        self._patient_until: float | None = None  # set at the first refusal because of the fleet's weights
         self._heard_at = 0.0
 
     def ended(self) -> Generation | None:
-        """Return the whole reply if the rounds so far make one: of the last, its generation alone may be lost."""
+        """Return the reply if it is complete: also if the last round failed after its last token was reported."""
         last, sampling, ids = self._last, self.request.sampling, self.sampled.token_ids
         is_cut = last is None or last.finish_reason in (FinishReason.ABORT, FinishReason.REPLACED)
         if last is not None and not is_cut:
@@ -590,15 +583,17 @@ class _TurnRounds:
         return None if goes_on else self.aborted()
 
     def next_request(self) -> GenerateRequest:
-        """Return what is still to be asked: the prompt with the ids so far, under an id of its own. Raises
-        EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often, and
-        WeightVersionNotServed where new weights cut one that cannot go on."""
+        """Return the next round's request: the prompt and the ids so far, with its own request id.
+
+        Raises EnginePaused after an abort of a shown reply that cannot be continued, or after too many aborts, and
+        WeightVersionNotServed if the weights changed under a reply that cannot be continued.
+        """
         last, demand = self._last, self.request.sampling.weight_version
         looks_back = self.request.sampling.looks_back and not self.request.adapter
         if last is not None and demand is not None and looks_back and self.sampled:
             demand.check(last.load.weight_version)
         if self._last is not None and not self._survives_abort():
-            raise EnginePaused("an engine's abort cut the reply, which cannot go on: it must be sampled again")
+            raise EnginePaused("an engine's abort cut the reply, which cannot be continued: sample it again")
         request, self._last = self.request, None
         timeout_s = max(min(request.timeout_s, self.deadline.left_s), 0.001)
         request_id = f"{request.request_id}~{self._num_asked}" if self._num_asked else request.request_id
@@ -613,10 +608,10 @@ class _TurnRounds:
         return can_go_on and self._num_idle < MAX_ABORTS
 
     def prepare_to_continue(self) -> bool:
-        """Get ready to continue the tokens so far, or cut them to sample from the start. False if neither can be:
-        the tokens were shown, and the sampling looks back at them, which a new request takes for its prompt; or
-        their weights are gone, since the replica that had the fleet's next version was lost before all others got
-        it."""
+        """Return True if a round may follow; drops tokens that it cannot continue, if they were not shown."""
+        # Sampling that looks back (penalties, grammars) would take the tokens for the prompt. After _MAX_OLDER
+        # rounds no replica has the tokens' weights: the one that had committed the next version was lost before the
+        # others got it.
         can_continue = not self.request.sampling.looks_back and self._num_older < _MAX_OLDER
         if can_continue or not self.sampled:
             return True
@@ -629,30 +624,37 @@ class _TurnRounds:
         self.sampled.cut(num_tokens)
 
     def begin_round(self, lease: Lease) -> None:
-        """Note that the request is sent."""
+        """Record the start of a round under `lease`."""
         self._num_before = len(self.sampled)
         self._standstill_s, self._heard_at = 0.0, loop_time()
         self._lease, self._began_at, self.last_lease = lease, self._heard_at, lease
 
     def hear(self, progress: Progress) -> None:
-        """Add what an engine reports. Raises as `add`, and DeadlineExceeded for too long a standstill."""
+        """Add an engine's progress report.
+
+        Raises as `add`, and DeadlineExceeded if the service is unavailable too long.
+        """
         if progress.tokens.token_ids:
             self.add(progress.tokens)
         self._stand_still(progress.standstill_s)
         self._heard_at = loop_time()
         if self.deadline.is_spent:
-            raise DeadlineExceeded(f"the service stood still for {self.deadline.standstill_s:.0f} s")
+            raise DeadlineExceeded(f"the service was unavailable for {self.deadline.standstill_s:.0f} s")
 
     def add(self, piece: Delta) -> None:
-        """Append a piece of the round. Raises MalformedEngineResponse, or EngineUnusable for weights older than the
-        reply's; nothing is appended then."""
+        """Append a piece of the round.
+
+        Raises MalformedEngineResponse, or EngineUnusable for weights older than the reply's, and appends nothing.
+        """
         check_piece(self._asked, piece, self._vocab_size)
         self._append(piece)
 
     def end_round(self, last: Generation) -> None:
-        """Add the rest of a round's generation, of which pieces may have come before. Raises as `add`,
-        MalformedEngineResponse for one that is not what its pieces were, and DeadlineExceeded for one without a
-        token if there is time for another round."""
+        """Add the rest of a round's generation, after the pieces that were received before.
+
+        Raises as `add`, MalformedEngineResponse if the generation differs from its pieces, and DeadlineExceeded if
+        it has no token and there is time for another round.
+        """
         if not last.token_ids and last.finish_reason is FinishReason.DEADLINE and self.deadline.left_s > 0:
             raise DeadlineExceeded(f"request {self._asked.request_id} had no token in its time")
         self._stand_still(last.standstill_s)
@@ -661,7 +663,9 @@ class _TurnRounds:
         if list(last.token_ids[:num_had]) != had or (self.is_streamed and len(last.token_ids) > num_had):
             if not self._is_shown:
                 self._cut(self._num_before)
-            raise MalformedEngineResponse(f"request {self._asked.request_id}: its pieces were other ids")
+            raise MalformedEngineResponse(
+                f"request {self._asked.request_id}: the generation differs from the streamed ids"
+            )
         if num_had < len(last.token_ids):
             whole = SampledTokens()
             whole.add(last)
@@ -673,7 +677,7 @@ class _TurnRounds:
             self._num_cached = min(last.cached_tokens, len(self.request.token_ids))
 
     def fail_round(self, error: AgentLoopError) -> None:
-        """Count a failed round; what a lost replica did since it was last heard of counts as standing still."""
+        """Count a failed round. The time since a lost replica's last report counts as unavailable."""
         if isinstance(error, EngineLost | EngineUnusable | EnginePaused):
             self._count_standstill(loop_time() - self._heard_at)
         if not isinstance(error, DeadlineExceeded):
@@ -688,15 +692,15 @@ class _TurnRounds:
             self.num_failures = 1 if has_progress else self.num_failures + 1
 
     def cut_short(self) -> Generation | None:
-        """Return what there is of a reply that its caller ended, or that failed; None if that is nothing."""
+        """Return the tokens of a cancelled or failed reply as an aborted generation; None if it has none."""
         return self.aborted() if self.sampled or self._last is not None else None
 
     def aborted(self) -> Generation:
-        """Return what there is, which may be nothing, as a reply that was aborted."""
+        """Return the tokens so far, possibly none, as an aborted generation."""
         return self._reply(FinishReason.ABORT)
 
     async def wait_for_version(self, error: AgentLoopError) -> None:
-        """Wait a moment for other weights. Raises `error` once the call has waited as long as it demands."""
+        """Wait before the next poll for other weights. Raises `error` after the wait that the call allows."""
         demand, now = self.request.sampling.weight_version, loop_time()
         if self._patient_until is None:
             self._patient_until = now + (0.0 if demand is None else demand.wait_s)
@@ -705,7 +709,7 @@ class _TurnRounds:
         await asyncio.sleep(min(random.uniform(0.5, 1.0) * _VERSION_POLL_S, self._patient_until - now))
 
     def with_tokens(self, error: WeightVersionNotServed) -> WeightVersionNotServed:
-        """Return the error with the tokens that the call has, which may be none."""
+        """Return the error with the call's tokens, possibly none, in its details."""
         found, sampled = dict(error.details or {}), self.sampled
         if sampled:
             spans = codec.to_builtins(list(sampled.weight_versions))
@@ -717,7 +721,10 @@ class _TurnRounds:
         return WeightVersionNotServed(error.message, param=error.param, details=found)
 
     async def in_time(self, work: Awaitable[T]) -> T:
-        """Await a part of the call. Raises DeadlineExceeded at a deadline enforced here, and _TurnAborted."""
+        """Await a part of the call.
+
+        Raises DeadlineExceeded at a deadline that is enforced here, and _TurnAborted.
+        """
         switch, ends_at = self.switch, self._ends_at
         if ends_at is None and switch is None:
             return await work
@@ -737,13 +744,12 @@ class _TurnRounds:
 
     @property
     def refused_s(self) -> float:
-        """Seconds for which a paused engine has refused every round."""
+        """Seconds since paused engines began to refuse every round."""
         return 0.0 if self._refused_at is None else loop_time() - self._refused_at
 
     @property
     def silent_lease(self) -> Lease | None:
-        """The lease of a round that met the call's deadline without a token, although its engine was not frozen and
-        it had time; None if there is none."""
+        """The lease of a replica that sampled no token before the deadline although it had time; None otherwise."""
         has_token = len(self.sampled) > self._num_before
         had_time = loop_time() - self._began_at >= min(_SILENCE_S, self.request.timeout_s / 2)
         is_late = self.deadline.left_s <= _LATE_S
@@ -773,7 +779,7 @@ class _TurnRounds:
         self.clock.standstill_us += round(seconds * 1e6)
 
     def _reply(self, finish_reason: FinishReason) -> Generation:
-        """Return all that was sampled, as the answer to the turn's request."""
+        """Return all sampled tokens as the generation of the turn's request."""
         last, lease, request_id = self._last, self.last_lease, self.request.request_id
         if last is not None and self._num_asked == 1:
             return last if last.finish_reason is finish_reason else replace(last, finish_reason=finish_reason)
@@ -785,10 +791,11 @@ class _TurnRounds:
 
 
 def continued(request: GenerateRequest, sampled: Delta) -> GenerateRequest:
-    """Return the request that goes on where `sampled` ends: its ids join the prompt, and leave the budget.
+    """Return the request that continues after `sampled`: its ids are appended to the prompt, and the budget
+    shrinks.
 
-    Its seed is one of the request's seed and the place (xxh3 of the place under that seed, 63 bits), so what
-    follows repeats with the request and does not draw again the numbers that its first tokens were drawn with.
+    The seed is derived from the request's seed and the position (xxh3 of the position with that seed, 63 bits). So
+    the continuation is reproducible, and does not repeat the random numbers of the first tokens.
     """
     sampling, num_sampled = request.sampling, len(sampled.token_ids)
     if not num_sampled:

@@ -1,8 +1,8 @@
-"""The self-test of a model's chat format: what its renderer writes of a turn, its parser must read.
+"""The round-trip test of a model's chat format: its parser must read the turns that its renderer writes.
 
-A conversation with a thought, a call and an answer is rendered, the assistant's turns are cut out of it as the
-model would have sampled them, and read back. A parser of another family takes a call for the final answer, or for a
-mistake of the policy: without the test a run would go on, and train on that. Takes milliseconds.
+A conversation with reasoning, a tool call and an answer is rendered. The assistant's turns are cut out of it as the
+model would have sampled them, and parsed. A parser of another model family would take a call for the final answer
+or for a malformed call, and the run would train on the result. The test takes milliseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CALL_IDS = ("call00000", f"functions.{TOOL_NAME}:0")
 _ASKED = Message("user", QUESTION)
 _CALLING = Message("assistant", "I look the word up.", reasoning="A rook may be two things.")
 _ANSWER = Message("assistant", "A bird, and a piece.", reasoning="Both of them are meant.")
-_MARK_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # a mark whose end is missing
+_MARK_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # a mark without its end
 _LAST_MARK = re.compile(r"(?:(?:<[^<>\s]+>\w+)?<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _CLOSED = re.compile(rf"\s*(?:{OPENED})?\s*(?:{CLOSED})")
 _MARKED = re.compile(r"\S*[>\]]")  # a mark around content
@@ -44,7 +44,7 @@ _PROBE_TOOLS: tuple[Mapping[str, JSON], ...] = tuple(
         "type": "function",
         "function": {
             "name": name,
-            "description": "Look it up.",
+            "description": "Search for the word.",
             "parameters": {
                 "type": "object",
                 "properties": {
@@ -66,16 +66,16 @@ _PROVING = (
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """The findings of a passed test. `call_text` and `thoughts` are empty if the model's turns show none."""
+    """The results of a passed test. `call_text` is empty if the model's turns have no calls."""
 
-    thoughts: bool  # a thought was written, and read
-    opens_thought: bool  # the prompt leaves a thought open
-    call_text: str = ""  # the turn with a call, as it would be sampled: it was read
+    thoughts: bool  # reasoning was written and parsed
+    opens_thought: bool  # the prompt begins the reasoning
+    call_text: str = ""  # the turn with a call, as the model would sample it
 
 
 @dataclass(frozen=True, slots=True)
 class _RenderedTurn:
-    """One assistant turn as it would be sampled, the message it stands for, and the text before it."""
+    """An assistant turn as the model would sample it, its message, and the text before it."""
 
     text: str
     written: Message
@@ -83,13 +83,13 @@ class _RenderedTurn:
 
 
 _Turns: TypeAlias = tuple[tuple[_RenderedTurn, ...], _RenderedTurn]
-"""A call in every form that the renderer gives it, none if it shows no tools; and an answer."""
+"""The calling turn in every form that the renderer has, none if it shows no tools; and an answer."""
 
 
 def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
-    """Read a rendered call, thought and answer with the parser.
+    """Parse a rendered call, reasoning and answer.
 
-    Raises ParserMismatch, naming the parser, the text, and our own parsers that would have read it, and
+    Raises ParserMismatch, which names the parser, the text, and the built-in parsers that read it, and
     TemplateError if nothing can be rendered.
     """
     reader, turns = TurnReader(renderer, parser), _turns(renderer)
@@ -105,8 +105,10 @@ def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
 
 
 def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
-    """Return a parser of thoughts alone, by the renderer's marks, and the findings. Raises TemplateError if nothing
-    can be rendered."""
+    """Return a parser of reasoning without calls, by the renderer's marks, and the results.
+
+    Raises TemplateError if nothing can be rendered.
+    """
     thoughts, headers, shows_thoughts = _marks_of(renderer)
     parser = NoCallsParser(thoughts, headers)
     opens = TurnReader(renderer, parser).is_thinking(renderer.render([_ASKED], ()))
@@ -114,7 +116,7 @@ def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
 
 
 def _marks_of(renderer: Renderer) -> tuple[ThoughtMarks, tuple[str, ...], bool]:
-    """Return the marks around an answer's thought and around its content, and whether thoughts are shown."""
+    """Return the marks around an answer's reasoning and its content, and True if reasoning is rendered."""
     (_, turn), facts = _turns(renderer), renderer.facts
     thought, content = turn.written.reasoning, turn.written.content
     plain = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [], ())
@@ -135,7 +137,8 @@ def _marks_of(renderer: Renderer) -> tuple[ThoughtMarks, tuple[str, ...], bool]:
 
 
 def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
-    """Derive the parser of what the renderer writes, and prove it. Returns the name of an own format, if it is one.
+    """Derive a parser from the renderer's turns and test it. Returns it with its name, a built-in one if it is
+    equal.
 
     Raises ParserMismatch with the difference.
     """
@@ -158,12 +161,12 @@ def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
                 try:
                     turn = cut(calls, content)
                 except AgentLoopError:
-                    continue  # no such turn is ever rendered
+                    continue  # the template never renders such a turn
                 is_shown = all(call.name in turn.text for call in calls)
                 if (content and parser.form.is_bare) or not (is_shown or (len(calls) == 1 and not content)):
-                    continue  # the template shows one call a turn, or none beside text, or not apart from text
+                    continue  # the template renders one call per turn, or calls only without text
                 if (problem := _problem(reader, turn, _PROBE_TOOLS)) is not None:
-                    raise Underivable(f"of {turn.text[:_MAX_TURN_CHARS]!r} the derived reader reads {problem}")
+                    raise Underivable(f"the derived parser reads {problem} in {turn.text[:_MAX_TURN_CHARS]!r}")
     except (Underivable, TemplateError) as error:
         raise ParserMismatch(f"its calls cannot be derived: {error}", param="parser") from error
     known = (name for name, forms in FORMATS.items() if forms == (parser.form,) and marks == ThoughtMarks())
@@ -171,7 +174,7 @@ def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
 
 
 def parsers_that_fit(renderer: Renderer) -> tuple[str, ...]:
-    """Return the names of our own parsers that pass the test with this renderer."""
+    """Return the names of the built-in parsers that pass the test with this renderer."""
     return _fitting(renderer, _turns(renderer))
 
 
@@ -185,7 +188,7 @@ def _fitting(renderer: Renderer, turns: _Turns) -> tuple[str, ...]:
 
 
 def _in_one_form(reader: TurnReader, turns: _Turns) -> list[_RenderedTurn]:
-    """Return the first form of the calling turn that is read, else the first of all, and the answer."""
+    """Return the first form of the calling turn that is parsed, or else the first form, and the answer."""
     calling, answer = turns
     read = (turn for turn in calling if _problem(reader, turn) is None)
     return [*filter(None, [next(read, calling[0] if calling else None)]), answer]
@@ -196,16 +199,16 @@ def _turns(renderer: Renderer) -> _Turns:
     source, before = renderer.facts.template_source, answer.before.rstrip()
     written = [marks.open for marks in THOUGHT_MARKS if marks.open in answer.text]
     if source and any(mark not in source or before.endswith(mark) for mark in written):
-        # The template shows no thoughts, and the renderer wrote one into the content: it is not the model's format.
+        # The template renders no reasoning, so the renderer wrote it into the content: not the model's format.
         answer, thought = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [_ASKED], ()), ""
     shows_calls = renderer.facts.supports_tools and renderer.facts.shows_calls
     return _calling_turns(renderer, thought) if shows_calls else (), answer
 
 
 def _calling_turns(renderer: Renderer, thought: str) -> tuple[_RenderedTurn, ...]:
-    """Cut the turn that calls, in the forms that the template takes. Raises TemplateError if it takes none.
+    """Cut out the calling turn, in the forms that the template accepts. Raises TemplateError if it accepts none.
 
-    The forms: a call's id, and a text beside the call, which gpt-oss has instead of a thought and not beside one.
+    The forms differ in the call's id, and in text next to the call, which gpt-oss has only without reasoning.
     """
     failure: AgentLoopError | None = None
     turns = []
@@ -229,36 +232,36 @@ def _cut(
     after: Sequence[Message],
     tools: Sequence[Mapping[str, JSON]],
 ) -> _RenderedTurn:
-    """Cut a turn out of the rendering of a conversation: what stands behind its prompt, up to a stop token."""
+    """Cut a turn out of the rendering of a conversation: the text from its prompt to its stop token."""
     prompt = renderer.decode(renderer.render(before, tools))
     whole = renderer.decode(renderer.render([*before, written, *after], tools))
     if not whole.startswith(prompt) and written.reasoning:
-        # The prompt closes an empty thought, or a thought is shown in other places only: this turn has none.
+        # The prompt closes empty reasoning, or reasoning is rendered elsewhere only: this turn has none.
         written = replace(written, reasoning="")
         whole = renderer.decode(renderer.render([*before, written, *after], tools))
     num_shared, start = _alike(prompt, whole)
     if num_shared < len(prompt) and (begun := _MARK_BEGUN.search(whole[:start])) is not None:
-        num_shared, start = num_shared - len(begun[0]), begun.start()  # marks that begin alike
+        num_shared, start = num_shared - len(begun[0]), begun.start()  # marks with equal first characters
     text = whole[start : _end_of_turn(renderer, prompt, whole, start)]
     shown = prompt[:num_shared]
     if num_shared < len(prompt) and (closed := _CLOSED.match(text)) is not None:
-        shown, text = shown + closed[0], text[closed.end() :]  # the prompt ends its thought in another way
-    if written.reasoning not in text:  # such a template shows no thoughts
+        shown, text = shown + closed[0], text[closed.end() :]  # the prompt closes the reasoning differently
+    if written.reasoning not in text:  # the template renders no reasoning
         written = replace(written, reasoning="")
-    if written.tool_calls and written.content not in text:  # some drop the text beside a call
+    if written.tool_calls and written.content not in text:  # some templates drop text next to a call
         written = replace(written, content="")
     return _RenderedTurn(text, written, shown)
 
 
 def _end_of_turn(renderer: Renderer, prompt: str, whole: str, start: int) -> int:
-    """Find the turn's stop token; without one the turn ends where the next generation prompt begins."""
+    """Return the position of the turn's stop token, or of the next generation prompt."""
     found = [whole.find(stop, start) for stop in renderer.facts.stop_tokens]
     num_generation_prompt = _num_common(prompt[::-1], whole[::-1])
     return min((end for end in found if end >= 0), default=len(whole) - num_generation_prompt)
 
 
 def _alike(prompt: str, whole: str) -> tuple[int, int]:
-    """Return up to where a prompt and a rendering are alike from the question on, but for blanks."""
+    """Return the positions up to which a prompt and a rendering are equal from the question on, except blanks."""
     at, there = (max(text.find(QUESTION), 0) for text in (prompt, whole))
     pairs = zip(_INK.finditer(prompt, at), _INK.finditer(whole, there), strict=False)
     for one, other in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs):
@@ -268,7 +271,7 @@ def _alike(prompt: str, whole: str) -> tuple[int, int]:
 
 
 def _num_common(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -281,7 +284,7 @@ def _read(reader: TurnReader, turn: _RenderedTurn, tools: Sequence[Mapping[str, 
 
 
 def _problem(reader: TurnReader, turn: _RenderedTurn, tools: Sequence[Mapping[str, JSON]] = TOOLS) -> str | None:
-    """Return what is read otherwise than it was written; None if all is well."""
+    """Return the difference between the parsed and the written turn; None if they are equal."""
     written = turn.written
     read = _read(reader, turn, tools if written.tool_calls else ())
     calls = [(call.name, dict(call.arguments)) for call in written.tool_calls]
@@ -291,15 +294,15 @@ def _problem(reader: TurnReader, turn: _RenderedTurn, tools: Sequence[Mapping[st
         found = ", ".join(call.name for call in read.tool_calls) or "no call"
         return f"{found} instead of {', '.join(f'{name}({arguments})' for name, arguments in calls)}"
     if read.reasoning.strip() != written.reasoning:
-        return f"the thought {read.reasoning!r} instead of {written.reasoning!r}"
+        return f"the reasoning {read.reasoning!r} instead of {written.reasoning!r}"
     if read.content.strip() != written.content:
         return f"the content {read.content!r} instead of {written.content!r}"
     return None
 
 
 def _mismatch(renderer: Renderer, turns: _Turns, parser_name: str, turn: _RenderedTurn, problem: str) -> str:
-    fitting = ", ".join(_fitting(renderer, turns)) or "none of our own"
+    fitting = ", ".join(_fitting(renderer, turns)) or "none of the built-in ones"
     return (
-        f"the parser {parser_name!r} does not read this model's turns: of {turn.text[:_MAX_TURN_CHARS]!r}, which "
-        f"its chat format writes, it reads {problem}; parsers that read it: {fitting}"
+        f"parser {parser_name!r} does not read this model's turns: the chat format writes "
+        f"{turn.text[:_MAX_TURN_CHARS]!r}, and the parser returns {problem}; parsers that read it: {fitting}"
     )

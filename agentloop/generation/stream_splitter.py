@@ -1,9 +1,9 @@
-"""A turn's text as the increments that a streaming client gets.
+"""Splits the text of a turn into the increments that a streaming client gets.
 
-Invariant: increments concatenate to the message that `TurnReader.read` makes of the whole text; what is given out
-early is what no continuation of the text can change. That is the thought and content up to where a mark may begin,
-and calls that are closed and well-formed, in order; from the first that is not, all waits for the end, where the
-message itself is the source. Time is linear: every region of a call is parsed a bounded number of times.
+Invariant: the increments concatenate to the message that `TurnReader.read` returns for the whole text. Text is
+released when no continuation can change it: reasoning and content up to a possible mark, and closed, well-formed
+calls in their order. From the first other call on, the rest is released at the end, from the message. The time is
+linear: a call's region is parsed a bounded number of times.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from agentloop.generation.turn_reader import (
 from agentloop.parsers.base import MAX_CALLS, ParsedTurn
 from agentloop.types import Message, ToolCall, ToolCallStatus
 
-_MAX_PARSES = 6  # of one region: the closing mark may stand inside a string, but not without end
+_MAX_PARSES = 6  # per region: a string may contain the closing mark
 
 
 class _Phase(Enum):
-    START = "start"  # the turn may begin with a thought
+    START = "start"  # the turn may begin with reasoning
     THOUGHT = "thought"
     HEAD = "head"  # content may begin with a mark that counts only there
     CONTENT = "content"
-    CALL = "call"  # behind an opening mark
-    CALL_END = "call end"  # behind a closed call, whose section may end
-    WAITING = "waiting"  # what follows is not certain before the end
+    CALL = "call"  # after an opening mark
+    CALL_END = "call end"  # after a closed call: the section of calls may end
+    WAITING = "waiting"  # the rest is certain only at the end
 
 
 class TurnSplitter:
-    """A reader of one turn's text from left to right, for a streaming client."""
+    """Reads the text of a turn from left to right, for a streaming client."""
 
     def __init__(
         self, reader: TurnReader, reading: Reading, choice_index: int = 0, *, gives_calls: bool = True
     ) -> None:
-        """Without `gives_calls` the calls and all text after the first mark of a call are given out by `finish`."""
+        """Without `gives_calls`, `finish` releases the calls and all text after the first mark of a call."""
         self._gives_calls = gives_calls
         self._choice_index = choice_index
         self._reader = reader
@@ -58,13 +58,15 @@ class TurnSplitter:
         self._held = ""  # text that may be the beginning of a mark
         self._thought = _Strip(start=True, end=True)
         self._is_stripped = reading.reads_calls or bool(headers)
-        self._segment = _Strip(start=self._is_stripped, end=self._is_stripped)  # between two calls or headers
+        self._segment = _Strip(
+            start=self._is_stripped, end=self._is_stripped
+        )  # the text between two calls or headers
         self._region: list[str] = []  # from an opening mark on
         self._num_parses = 0
         self._num_calls = 0
         self._has_content = False
-        self._separator = ""  # before the next content: the parser joins what stands between calls with it
-        self._reasoning: list[str] = []  # what was given out, and not yet taken
+        self._separator = ""  # the parser joins the texts between calls with it
+        self._reasoning: list[str] = []  # released, and not yet taken
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
         self._given_reasoning: list[str] = []
@@ -72,11 +74,11 @@ class TurnSplitter:
 
     @property
     def is_waiting(self) -> bool:
-        """True if further text is given out by `finish` only."""
+        """True if only `finish` releases further text."""
         return self._phase is _Phase.WAITING
 
     def add(self, text: str) -> TurnPiece:
-        """Add text. Returns the piece that has become certain, without tokens."""
+        """Add text. Returns the released piece, without tokens."""
         rest: str | None = text
         while rest:
             match self._phase:
@@ -97,12 +99,12 @@ class TurnSplitter:
         return self._take()
 
     def finish(self, message: Message) -> TurnPiece:
-        """Return the rest of `message`, the whole turn, behind the pieces given out; without tokens."""
+        """Return the rest of `message`, the whole turn, after the released pieces; without tokens."""
         reasoning, content = "".join(self._given_reasoning), "".join(self._given_content)
         if not (message.reasoning.startswith(reasoning) and message.content.startswith(content)):
-            raise InvariantBroken("a turn that was streamed is not what it was read as")
+            raise InvariantBroken("the message of the turn differs from its streamed text")
         if len(message.tool_calls) < self._num_calls:
-            raise InvariantBroken("a tool call that was streamed is not one of the turn's")
+            raise InvariantBroken("a streamed tool call is not in the message of the turn")
         self._reasoning.append(message.reasoning[len(reasoning) :])
         self._content.append(message.content[len(content) :])
         for index, call in enumerate(message.tool_calls[self._num_calls :], self._num_calls):
@@ -117,7 +119,7 @@ class TurnSplitter:
         self._reasoning, self._content, self._calls = [], [], []
         return taken
 
-    # Each of these reads `text` in its phase, and returns what the next phase is to read of it.
+    # Each method reads `text` in its phase, and returns the rest for the next phase.
 
     def _read_start(self, text: str) -> str | None:
         text, opening = self._held + text, self._marks.thoughts.open
@@ -139,12 +141,14 @@ class TurnSplitter:
         return after
 
     def _read_head(self, text: str) -> str | None:
-        """Tell the marks of calls that count at the content's beginning only."""
+        """Search for the marks of calls that count only at the start of the content."""
         if not self._reading.reads_calls:
             self._phase = _Phase.CONTENT
             return text
-        leading, bare = self._marks.leading, (self._held + text).lstrip()  # blanks there are no content
-        marks = (*leading, *self._marks.headers) if leading else ()  # a header may begin as a leading mark does
+        leading, bare = self._marks.leading, (self._held + text).lstrip()  # leading blanks are not content
+        marks = (
+            (*leading, *self._marks.headers) if leading else ()
+        )  # a header may have a leading mark's first characters
         found = max((mark for mark in marks if bare.startswith(mark)), key=len, default="")
         may_be = bool(bare) and any(len(mark) > len(bare) and mark.startswith(bare) for mark in marks)
         self._held = bare if may_be else ""
@@ -188,7 +192,7 @@ class TurnSplitter:
         return None
 
     def _read_call_end(self, text: str) -> str | None:
-        """Drop the mark that ends a section of calls, and blanks: none stand at the beginning of content."""
+        """Drop the mark that ends a section of calls, and the blanks before content."""
         text, trailing = (self._held + text).lstrip(), self._marks.trailing
         self._held = text if len(text) < len(trailing) and trailing.startswith(text) else ""
         if self._held or not text:
@@ -197,9 +201,9 @@ class TurnSplitter:
         return text.removeprefix(trailing)
 
     def _give_calls(self, region: str, closing: str) -> tuple[int, bool]:
-        """Give out the closed calls at the region's beginning and the content between them.
+        """Release the closed calls at the region's start and the content between them.
 
-        Returns where the first call begins that is not certain, or where the last one ends, and whether all are.
+        Returns the start of the first uncertain call and False, or the end of the last call and True.
         """
         parsed = self._parse(region)
         position = 0
@@ -233,24 +237,25 @@ class TurnSplitter:
         self._calls += [CallDelta(index, call_id, call.name), CallDelta(index, arguments=arguments_text(call))]
 
     def _until_mark(self, text: str, marks: MarkSet) -> tuple[str, str | None, str]:
-        """The text before the first mark, the mark, and what follows; a mark's possible beginning is held."""
+        """Return the text before the first mark, the mark, and the rest; the possible start of a mark is held
+        back."""
         before, mark, after = marks.split(self._held + text)
         self._held = "" if mark is not None else after
         return before, mark, after
 
 
 class MarkSet:
-    """Marks that are looked for together."""
+    """Marks that are searched for together."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = marks
         self._firsts = {mark[:1] for mark in marks}
-        self._longest = max(map(len, marks), default=1) - 1  # beginning of a mark that is none itself
+        self._longest = max(map(len, marks), default=1) - 1  # characters of an incomplete mark, at most
 
     def split(self, text: str) -> tuple[str, str | None, str]:
-        """Return the text before the first mark, the mark and the rest; of several there, the longest.
+        """Return the text before the first mark, the mark and the rest; the longest mark at a position counts.
 
-        Without a mark the rest is what may become one, or a longer one.
+        Without a mark the rest is the text at the end that may become one.
         """
         found = [(place, -len(mark), mark) for mark in self._marks if (place := text.find(mark)) >= 0]
         place, _, mark = min(found, default=(len(text), 0, ""))
@@ -260,7 +265,7 @@ class MarkSet:
         return (text[:place], mark, text[place + len(mark) :]) if found else (text, None, "")
 
     def _cut_mark(self, text: str, place: int) -> int | None:
-        """Return where a mark may begin that the end cuts, no later than `place`."""
+        """Return the start, up to `place`, of a mark that the end of the text may cut, or None."""
         for start in range(max(len(text) - self._longest, 0), min(place + 1, len(text))):
             if text[start] in self._firsts:
                 end = text[start:]
@@ -270,7 +275,7 @@ class MarkSet:
 
 
 class _Strip:
-    """A text without the blanks at its ends: a blank is given out once something follows it."""
+    """Strips blanks at the ends of a text: releases a blank when text follows it."""
 
     def __init__(self, *, start: bool, end: bool) -> None:
         self._strips_start = start

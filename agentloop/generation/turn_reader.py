@@ -136,25 +136,25 @@ def arguments_text(call: ToolCall) -> str:
     return call.text if call.partial_arguments is None else call.partial_arguments
 
 
-MAX_BLANKS = 8  # characters before a thought's first mark: GLM-4.5 writes a line break
+MAX_BLANKS = 8  # characters before the first mark of reasoning: GLM-4.5 writes a line break
 _PROMPT_TAIL = 48  # tokens: a mark has at most 30 characters, and few line breaks follow it
-_PROMPT_END = 12  # tokens, which nearly always say as much in a third of the time
+_PROMPT_END = 12  # tokens: nearly always enough, in a third of the time
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The rules by which one turn is read."""
+    """Rules for reading one turn."""
 
     tools: Sequence[Mapping[str, JSON]]
     turn_index: int  # numbers its calls
     reads_calls: bool
     reads_thoughts: bool  # false for a raw completion: all of its text is content
-    is_thinking: bool = False  # the prompt ends inside a thought
+    is_thinking: bool = False  # the prompt begins the reasoning
     shows_unread_calls: bool = False  # a call that cannot be read is content, unless the turn's end cut it
 
 
 class TurnReader:
-    """One model's reader of turns: text to message. Without state: one serves all calls."""
+    """Reads the turns of a model: text to message. Stateless, so all calls share it."""
 
     def __init__(self, renderer: Renderer, parser: Parser, parser_name: str = "") -> None:
         self.parser_name = parser_name
@@ -168,7 +168,7 @@ class TurnReader:
         return self._parser.marks
 
     def ends_turn(self, token_id: int) -> bool:
-        """Tell if a stop token is the model's own; a client's own leaves the turn open."""
+        """Return True if a stop token is the model's; a client's stop token leaves the turn open."""
         return token_id in self._renderer.stop_token_ids
 
     def decoder(self) -> TextDecoder:
@@ -180,7 +180,7 @@ class TurnReader:
         return self._renderer.decode_with_offsets(ids)
 
     def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Tell whether a prompt leaves a thought open: the reply then begins inside it."""
+        """Return True if the reply to a prompt begins within reasoning."""
         mark = self.marks.thoughts.open
         end = self._renderer.decode(prompt_ids[-_PROMPT_END:]).rstrip()
         if len(end) <= len(mark):
@@ -201,13 +201,13 @@ class TurnReader:
         return TurnEnd(None, is_open, ids, num_calls, reply.closing)
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:
-        """Return content and calls of a text behind the thought."""
+        """Return the content and calls of the text after the reasoning."""
         return self._parser.parse(decoded, reading.tools, reading.turn_index)
 
     def first_call(self, decoded: DecodedText, reading: Reading) -> tuple[DecodedText, str] | None:
-        """Return the turn cut after its first complete call, and the end of its text that no kept token has.
+        """Return the turn cut after its first complete call, and the end of its text that the kept tokens lack.
 
-        None if the turn has no complete call, or nothing follows it.
+        Returns None if the turn has no complete call, or no text after it.
         """
         thought = self._thought(decoded.text, reading)
         text = decoded.text if thought is None else decoded.text[thought[2] :].lstrip()
@@ -217,21 +217,21 @@ class TurnReader:
             return None
         rest = text[call.token_end :].strip()
         closing = self.parse(by_character(text[: call.token_end]), reading).closing
-        if closing.strip().startswith(rest):  # the end of a section may come in pieces
+        if closing.strip().startswith(rest):  # an incomplete end of the section of calls
             return None
         end = len(decoded.text) - len(text) + call.token_end
         num_kept = bisect_left(decoded.ends, end)
         if num_kept < len(decoded.ends) and decoded.ends[num_kept] == end:
             num_kept += 1
-        # A token that ends the call and begins what follows, such as `}},`, is not kept: it cannot be cut.
+        # A token across the end of the call, such as `}},`, is not kept, because it cannot be cut.
         whole = decoded.text[:end] + closing
         ends = decoded.ends[:num_kept]
         return DecodedText(whole, (*ends[:-1], len(whole))), whole[ends[-1] if ends else 0 :]
 
     def read(self, decoded: DecodedText, reading: Reading) -> tuple[Message, int]:
-        """Return the turn as a message, and the number of tokens of its thought, up to its last mark.
+        """Return the turn as a message, and the number of tokens of its reasoning with its marks.
 
-        `decoded` holds neither the stop token nor a stop string.
+        `decoded` has neither the stop token nor a stop string.
         """
         thought = self._thought(decoded.text, reading)
         if thought is None:
@@ -256,7 +256,7 @@ class TurnReader:
         return Message("assistant", parsed.content, calls, reasoning=thoughts)
 
     def _thought(self, text: str, reading: Reading) -> tuple[int, int, int] | None:
-        """The thought's characters `[start, end)`, and where what follows its mark begins."""
+        """Return the characters `[start, end)` of the reasoning, and the position after its closing mark."""
         if not reading.reads_thoughts:
             return None
         marks, start = self.marks.thoughts, 0

@@ -1,13 +1,12 @@
-"""One turn sampled from an engine, whole or as a stream: for agent loops and for the chat endpoint.
+"""Samples one turn from an engine, whole or as a stream, for agent loops and for the chat endpoint.
 
-Invariants: a stream's pieces concatenate exactly to its reply, and the reply is that of the whole turn under the
-same seed; an engine's abort is continued, never shown; no engine request outlives the call that made it.
+Invariants: a stream's pieces concatenate to its reply, and the reply equals that of the whole turn under the same
+seed. An engine's abort is continued and never shown. No engine request outlives the call that made it.
 
-Stop strings apply to all text that the policy writes, tool calls included, but not to the stop token, and to the
-reasoning only with `stop_in_reasoning`. Without it they are looked for from the first character of the answer on.
-The ids end with the token that completes the first of them; what the engine sampled beyond is dropped. The first
-stop string that is complete ends the text; of several complete at the same character the longest, which began
-first. What is found does not depend on how the text is cut.
+Stop strings apply to all text of the policy, also in tool calls, but not to the stop token, and to reasoning only
+with `stop_in_reasoning`. The first complete stop string ends the text; of several that end at the same character,
+the longest counts. The ids end with the token that completes it, and later tokens are dropped. The result does not
+depend on the pieces in which the text arrives.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from agentloop.types import (
 from agentloop.values.sampled_tokens import SampledTokens
 from agentloop.values.sampling import long_constraint, turn_sampling
 
-_MIN_LOOK_CHARS = 32  # of new text, before the first call of a turn is looked for again
+_MIN_LOOK_CHARS = 32  # characters of new text before the next search for the turn's first call
 
 
 class _TurnPart(Enum):
@@ -68,7 +67,7 @@ class TurnRequest:
     is_parallel: bool = True  # false: the turn ends after its first complete call
     choice_index: int = 0
     deadline: Deadline | None = None
-    stopwatch: Stopwatch | None = None  # of the trajectory; None: the reply has no times
+    stopwatch: Stopwatch | None = None  # the trajectory's; None: the reply has no times
     switch: AbortSwitch | None = None  # by which its caller may end it early
 
 
@@ -79,10 +78,10 @@ async def sample_turn(
     continues_after_abort: AbortRule | None = None,
     show: Callable[[TurnPiece], None] | None = None,
 ) -> Reply:
-    """Sample the whole turn; with `show` as `stream_turn`, whose pieces it takes. Raises what the engine raises.
+    """Sample the whole turn; with `show`, stream it and pass it each piece. Raises the engine's errors.
 
-    `continues_after_abort` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends
-    with FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
+    After an abort by the engine `continues_after_abort` gets the turn's tokens; if it returns False, the turn ends
+    with FinishReason.ABORT. Tokens that cannot be continued are sampled again, because none of them was shown.
     """
     if show is not None:
         async with aclosing(stream_turn(engine, reader, wanted)) as shown:
@@ -132,8 +131,10 @@ async def stream_turn(
 
 
 class TurnText:
-    """A turn's tokens as they are read: pieces out, a reply at the end. `sampled` is shared with the turn's rounds
-    (`leased_engine.py`), which add to it."""
+    """Reads a turn's tokens as they arrive: returns pieces, and the reply at the end.
+
+    The turn's rounds (`leased_engine.py`) add tokens to `sampled`.
+    """
 
     def __init__(
         self, reader: TurnReader, wanted: TurnRequest, tally: MetricsTally, *, is_streamed: bool = False
@@ -155,13 +156,13 @@ class TurnText:
             else None
         )
         self._held = ""  # text that may begin a stop string
-        self._num_given = 0  # tokens that pieces had
-        self._next_look = _MIN_LOOK_CHARS  # characters of the text at which its first call is looked for
-        self._has_first_call = False  # and something follows it
+        self._num_given = 0  # tokens in earlier pieces
+        self._next_look = _MIN_LOOK_CHARS  # length of the text at the next search for its first call
+        self._has_first_call = False  # there is text after it
 
     @property
     def is_stopped(self) -> bool:
-        """True once a stop string, or the only call of a turn, is complete: no tokens may be added."""
+        """True if a stop string, or the only call of a turn, is complete: no more tokens may be added."""
         return self._text.match is not None or self._has_first_call
 
     def _new_text(self) -> _GrowingText:
@@ -171,18 +172,20 @@ class TurnText:
         return _GrowingText(self._reader, wanted.stop, answer)
 
     def read(self) -> TurnPiece | None:
-        """Read the new tokens. Returns the piece that a client can be shown, if there is one."""
+        """Read the new tokens. Returns the piece that is final for the client, if any."""
         if self.is_stopped:
             raise InvariantBroken("tokens after a stop string")
-        # A stop token is the turn's end and no text, unless something follows it.
+        # A stop token at the end is not text.
         ids = self.sampled.token_ids
-        if len(ids) < self._text.num_read:  # it is sampled again
+        if len(ids) < self._text.num_read:  # the turn was cut and is sampled again
             self._text, self._next_look = self._new_text(), _MIN_LOOK_CHARS
         text = self._text.read(ids, len(ids) - 1 if ids and ids[-1] in self._sampling.stop_token_ids else len(ids))
         if self.is_stopped:
             self.sampled.cut(self._text.num_kept)
         if self._reads_one_call and self._text.num_chars >= self._next_look:
-            self._next_look = self._text.num_chars * 5 // 4 + _MIN_LOOK_CHARS  # all looks take linear time
+            self._next_look = (
+                self._text.num_chars * 5 // 4 + _MIN_LOOK_CHARS
+            )  # so that all searches take linear time
             self._has_first_call = self._reader.first_call(self._text.shown, self._reading) is not None
         if self._splitter is None or self.is_stopped:
             return None
@@ -196,7 +199,10 @@ class TurnText:
         return None if shown.is_empty else self._piece(shown, num_tokens)
 
     def finish(self, last: Generation | None) -> Reply:
-        """Read the rest, and return the reply. `last` is the engine's; None if a stop string came first."""
+        """Read the rest and return the reply.
+
+        `last` is the engine's generation; None if a stop string ended the turn.
+        """
         stopped_at = self._text.match
         reason = FinishReason.STOP if last is None else last.finish_reason
         has_stop_token = last is not None and stopped_at is None and reason is FinishReason.STOP
@@ -242,14 +248,16 @@ class TurnText:
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:
-        """Return the rest of the reply behind the pieces so far, with its finish."""
+        """Return the last piece: the rest of the reply, with its finish reason."""
         if self._splitter is None:
             raise InvariantBroken("the last piece of a turn that is not streamed")
         return self._piece(self._splitter.finish(reply.message), len(self.sampled), finish_of(reply))
 
     def _piece(self, shown: TurnPiece, num_tokens: int, finish: TurnFinish | None = None) -> TurnPiece:
-        """Add the tokens up to there that no earlier piece had: those that no stop string can cut. Logprobs are
-        rounded as the reply stores them."""
+        """Return a piece with the next tokens up to `num_tokens`, which no stop string can cut.
+
+        Logprobs are rounded to float32, as in the reply.
+        """
         tokens, self._num_given = self.sampled.since(self._num_given, num_tokens), num_tokens
         return TurnPiece(
             shown.choice_index,
@@ -265,10 +273,10 @@ class TurnText:
 
 
 def with_unread_calls_as_content(message: Message, turn_index: int) -> tuple[Message, tuple[ToolCall, ...]]:
-    """Move a message's malformed calls, as they were written, behind its content. Returns both.
+    """Append the text of malformed calls to a message's content. Returns the message and these calls.
 
-    A call that the turn's end cut behind its name stays one, as OpenAI serves it. The calls that stay are numbered
-    anew, so that those which a stream has given out keep their ids.
+    A call that the end of the turn cut after its name stays a call, as in OpenAI's API. The remaining calls are
+    renumbered, so that calls that a stream has released keep their ids.
     """
     unread = [call for call in message.tool_calls if _is_unread(call)]
     if not unread:
@@ -284,20 +292,20 @@ def _is_unread(call: ToolCall) -> bool:
 
 
 class _GrowingText:
-    """A turn's text as its ids come, up to the first stop string."""
+    """The text of a turn while its ids arrive, up to the first stop string."""
 
     def __init__(self, reader: TurnReader, stops: Sequence[str], answer: AnswerText | None = None) -> None:
-        """`answer` finds the text in which stop strings count; None: in all of it."""
-        self.ends: list[int] = []  # of the tokens whose text is certain, as `DecodedText.ends`
+        """`answer` finds the text in which stop strings count; None: all of it."""
+        self.ends: list[int] = []  # as `DecodedText.ends`, for tokens whose text is certain
         self.match: StopMatch | None = None
-        self.num_kept = 0  # tokens up to the one that completes the match
+        self.num_kept = 0  # tokens up to the end of the match
         self._reader = reader
         self._decoder = reader.decoder()
         self._stops = StopFinder(stops)
         self._answer = answer
         self._text: list[str] = []
         self.num_chars = 0
-        self.num_read = 0  # tokens that the decoder has
+        self.num_read = 0  # tokens given to the decoder
 
     @property
     def num_held(self) -> int:
@@ -306,13 +314,13 @@ class _GrowingText:
 
     @property
     def num_certain(self) -> int:
-        """Tokens that no stop string can cut: all whose text was searched."""
+        """The number of tokens that no stop string can cut."""
         num_held = 0 if self._answer is None else self._answer.num_held
         return bisect_right(self.ends, self.num_chars - num_held)
 
     @property
     def shown(self) -> DecodedText:
-        """The text that the turn shows: nothing from a stop string on."""
+        """The text before the stop string, if one was found."""
         text = "".join(self._text)
         if self.match is None:
             return DecodedText(text, tuple(self.ends))
@@ -320,13 +328,13 @@ class _GrowingText:
         return DecodedText(text[:num_chars], tuple(min(end, num_chars) for end in self.ends))
 
     def read(self, ids: Sequence[int], num_ids: int) -> str:
-        """Decode the ids up to there, and return the text that is new. A found stop string cuts `ends`."""
+        """Decode the ids up to `num_ids` and return the new text. A stop string cuts `ends`."""
         decoded = self._decoder.add(ids[self.num_read : num_ids])
         self.num_read = num_ids
         return self._append(decoded)
 
     def finish(self, ids: Sequence[int], num_ids: int) -> None:
-        """Decode the rest, and what was not certain."""
+        """Decode the rest, also bytes that were held back."""
         if self.num_read == 0:  # nothing was read in pieces
             self._append(self._reader.decode(ids[:num_ids]), is_last=True)
             return
@@ -351,17 +359,17 @@ class _GrowingText:
 
 
 class AnswerText:
-    """Finds the parts of a turn's text that are no reasoning, as the text arrives.
+    """Separates the answer from the reasoning while a turn's text arrives.
 
-    Reasoning is at the beginning of the turn, as `TurnReader` reads it. In formats of messages with headers it may
-    also be between other messages. Blanks after reasoning are no part of the answer.
+    Reasoning is at the start of the turn, as for `TurnReader`. In formats with message headers it may also be
+    between other messages. Blanks after reasoning do not belong to the answer.
     """
 
     def __init__(self, marks: Marks, *, is_thinking: bool) -> None:
         self._open, self._close = marks.thoughts.open, MarkSet((marks.thoughts.close,))
         self._later = MarkSet((marks.thoughts.open,)) if marks.headers else None
         self._state = _TurnPart.REASONING if is_thinking else _TurnPart.START
-        self._text = ""  # that is in no part yet
+        self._text = ""  # not yet assigned to a part
 
     @property
     def num_held(self) -> int:
@@ -369,7 +377,7 @@ class AnswerText:
         return len(self._text) if self._state is _TurnPart.ANSWER else 0
 
     def add(self, text: str, *, is_last: bool = False) -> list[tuple[int, str]]:
-        """Return the parts that became certain: the number of characters to skip, and the answer after them."""
+        """Return the certain parts: a number of characters to skip, and the answer text after them."""
         parts: list[tuple[int, str]] = []
         self._text += text
         num_skipped, state = 0, None
@@ -408,7 +416,7 @@ class AnswerText:
 
 
 def _rounded(tops: Sequence[tuple[tuple[int, float], ...]]) -> TopLogprobs:
-    """Return alternatives with logprobs as float32 has them."""
+    """Return alternatives with logprobs rounded to float32."""
     return tuple(tuple((token_id, float(np.float32(logprob))) for token_id, logprob in top) for top in tops)
 
 
@@ -422,7 +430,7 @@ class StopMatch:
 
 
 class StopFinder:
-    """A search for stop strings in a text that comes from left to right; it ends at the first match."""
+    """Searches a growing text for stop strings, up to the first match."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises InvalidRequest for an empty stop string: it would end every text at once."""
@@ -435,13 +443,13 @@ class StopFinder:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of what was read that may begin a stop string."""
+        """The number of characters at the end that may begin a stop string."""
         return max(
             (_num_begun(stop, self._tail[-len(stop) + 1 :]) for stop in self._stops if len(stop) > 1), default=0
         )
 
     def skip(self, num_chars: int) -> None:
-        """Pass over characters that are not searched: no match includes or spans them."""
+        """Skip characters: no match may include or span them."""
         if num_chars:
             self._num_read += len(self._tail) + num_chars
             self._tail = ""
@@ -460,7 +468,7 @@ class StopFinder:
 
 
 def _num_begun(stop: str, tail: str) -> int:
-    """Return how many characters at the end of `tail`, which is shorter than `stop`, are the beginning of it."""
+    """Return the length of the longest end of `tail` that begins `stop`; `tail` is shorter than `stop`."""
     place = tail.find(stop[0])
     while place >= 0 and not stop.startswith(tail[place:]):
         place = tail.find(stop[0], place + 1)

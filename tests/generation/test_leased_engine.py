@@ -674,7 +674,7 @@ def test_time_in_which_a_request_is_frozen_or_its_replica_silent_does_not_count(
 async def test_a_request_that_is_frozen_for_ever_ends_with_a_reason(site: LeaseSite) -> None:
     engine = leased(FrozenReplica(1e6), max_attempts=5)
     async with Deadline.moving(10.0, max_standstill_s=900.0) as deadline:
-        with deadline.grace(5.0), pytest.raises(DeadlineExceeded, match="stood still for 900 s"):
+        with deadline.grace(5.0), pytest.raises(DeadlineExceeded, match="unavailable for 900 s"):
             await engine.generate(request(timeout_s=10.0), deadline=deadline)
 
 
