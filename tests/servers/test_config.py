@@ -172,6 +172,7 @@ WIDE = {"tensor_parallel_size": 2, "hosts": 2}
             {"engines": [{"kind": "vllm", "tells_cache": True}]},
             "tells_cache is no setting any more: engines publish no KV events",
         ),
+        ({"log": {"max_mib": 64}}, "log is no setting any more: use `logrotate`"),
         (
             {"engines": [{"kind": "vllm", "speculative": {"method": "mtp"}}]},
             "engines.speculative.method is no setting any more: remove it: drafts are always n-grams",
