@@ -475,7 +475,7 @@ class ServiceConfig(ModelConfig):
     @classmethod
     def _check_removed(cls, given: object) -> object:
         for place in _removed_keys(given):
-            raise ValueError(f"{place} is no setting any more: {_REMOVED[place]}")
+            raise ValueError(f"{place} was removed: {_REMOVED[place]}")
         return given
 
     @model_validator(mode="after")
