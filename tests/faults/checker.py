@@ -52,7 +52,7 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
 
 def version_problems(world: World) -> Iterator[str]:
     """What is wrong with the version that the fleet has come to."""
-    history, version = world.history, world.coordinator.replicas.weight_version
+    history, version = world.history, world.coordinator.replicas.fleet.weight_version
     committed = {done for link in world.links.values() for done in link.commits}
     reported = max((report.version for report in history.reports), default=None)
     if version not in {0} | (history.pushed & committed):
@@ -247,7 +247,7 @@ def state_problems(stored: dict[str, list[Trajectory]]) -> Iterator[str]:
 
 async def restart_problems(world: WholeWorld) -> list[str]:
     """What a coordinator that started now would believe, if that is not so."""
-    version = world.coordinator.replicas.weight_version
+    version = world.coordinator.replicas.fleet.weight_version
     saved = await world.run_store.saved_state(FLEET_WEIGHTS, FleetWeights) or FleetWeights()
     if version and (saved.served is None or saved.served.version < version or saved.pending is not None):
         return [f"the fleet serves {version}, but a restart would go to {saved}"]

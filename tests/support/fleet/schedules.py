@@ -195,7 +195,7 @@ class World:
         await self.clock.sleep(self.rng.uniform(0.0, 0.5))
         served = self.coordinator.replicas.sync.desired.weights.served_version
         await self.start_coordinator()
-        restored = self.coordinator.replicas.weight_version
+        restored = self.coordinator.replicas.fleet.weight_version
         is_settling = self.coordinator.replicas.sync.desired.weights.pending is not None
         # A version that no update made served is what replicas brought along, and will bring again.
         if served and not (restored is None and is_settling):
