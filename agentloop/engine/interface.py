@@ -352,7 +352,22 @@ class TrainerFollower(Protocol):
         """
 
 
-class EngineControl(TrainerFollower, Protocol):
+class AdapterServer(Protocol):
+    """An engine as adapters by name are pushed to it. Nothing pauses for them."""
+
+    async def load_adapter(self, adapter: Adapter) -> StageReport:
+        """Serve a version to the calls that begin from now on. Idempotent for the version that is served.
+
+        Calls in flight end under the version they began with. `directory` is not read after the return. Raises
+        CheckpointUnreadable (form, base, rank), AdaptersFull, Conflict (the weights are asleep) or EngineError, and
+        what is served then stays.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more. Unknown: no-op. Raises AdapterInUse while calls are in flight under it."""
+
+
+class EngineControl(TrainerFollower, AdapterServer, Protocol):
     """An engine as the weight controller uses it: pauses, weight updates and sleep."""
 
     @property
@@ -417,17 +432,6 @@ class EngineControl(TrainerFollower, Protocol):
 
         Raises Conflict for the KV cache while the weights, which fill it, are of unknown version.
         """
-
-    async def load_adapter(self, adapter: Adapter) -> StageReport:
-        """Serve a version of an adapter by name to calls that begin from now on; no call pauses.
-
-        Idempotent for the version that is served. Calls in flight end under the version they began with. `directory`
-        is not read after the return. Raises CheckpointUnreadable (form, base, rank), AdaptersFull, Conflict (the
-        weights are asleep) or EngineError; the adapters that were served stay served.
-        """
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. Unknown: no-op. Raises AdapterInUse while calls are in flight under it."""
 
 
 class Engine(TokenEngine, EngineControl, Protocol):

@@ -40,8 +40,11 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
             yield f"{process.url} is {replica}"
             continue
         engine = process.engine
-        if engine.weight_version != desk.weight_version or replica.weight_version != desk.weight_version:
-            yield f"{process.url} holds {engine.weight_version} where {desk.weight_version} is served"
+        if (
+            engine.weight_version != desk.fleet.weight_version
+            or replica.weight_version != desk.fleet.weight_version
+        ):
+            yield f"{process.url} holds {engine.weight_version} where {desk.fleet.weight_version} is served"
         if held_by(process) != dict(desk.fleet.adapters):
             yield f"{process.url} has the adapters {held_by(process)} where {desk.fleet.adapters} are served"
         if engine.is_paused or not engine.is_usable:

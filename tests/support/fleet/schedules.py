@@ -293,8 +293,8 @@ class World:
         for process in self.placeable():
             engine = process.engine
             holds = engine.weight_version
-            assert holds == desk.weight_version, (
-                f"{process.url} holds {holds} where {desk.weight_version} is served"
+            assert holds == desk.fleet.weight_version, (
+                f"{process.url} holds {holds} where {desk.fleet.weight_version} is served"
             )
             assert not engine.asleep, f"{process.url} takes traffic and is asleep"
             if self.network.is_perfect and not self.history.is_operator_paused:
