@@ -168,7 +168,6 @@ async def whole_site(
                 WorkerConfig(
                     capacity=config.workers.num_at_once,
                     kv_policy=config.kv_policy,
-                    poll_s=0.2,
                     traces=engine_traces(config, run_dir),
                 ),
                 max_context_tokens=facts.max_context_tokens,
