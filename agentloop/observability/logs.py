@@ -1,8 +1,7 @@
 """Logging: one line an event, JSON into the run's `service.log`, warnings on the console.
 
-Several processes append to one file: each line is flushed as a single `write`, so lines never mix. The standard
-library's handler rotates it, in one process, under a lock on the file itself; all others see at their next line
-that the name leads to a new file. A line that is written meanwhile stands at the end of the old one.
+Several processes append to one file: each line is flushed as a single `write`, so lines never mix. If another
+program moves the file, each process creates or opens a new one before its next line.
 
 Everything goes through one chain, stdlib loggers too (uvicorn, Ray, engines). The chain redacts secrets, escapes
 newlines, and leaves out prompts, ids and tool output unless the level is debug.
@@ -10,15 +9,11 @@ newlines, and leaves out prompts, ids and tool output unless the level is debug.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from logging.handlers import RotatingFileHandler
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,18 +37,9 @@ _CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), 127]} | {9: "\\t", 1
 _installed: list[logging.Handler] = []
 
 
-@dataclass(frozen=True, slots=True)
-class LogRotation:
-    """Bounds of a log: of the file that is written, and of the older ones that are kept beside it."""
-
-    max_bytes: int = 64 * 2**20
-    num_older: int = 4
-
-
 def configure_logging(
     path: Path | None,
     *,
-    rotation: LogRotation = LogRotation(),
     level: str = "info",
     console_level: str = "warning",
     console: TextIO | None = None,
@@ -71,13 +57,7 @@ def configure_logging(
     is_debug = logging.getLevelName(level.upper()) <= logging.DEBUG
     shared = _shared_processors(is_debug)
     if path is not None:
-        file = _SharedFile(
-            path,
-            maxBytes=rotation.max_bytes,
-            backupCount=rotation.num_older,
-            encoding="utf-8",
-            errors="backslashreplace",
-        )
+        file = _SharedFile(path, encoding="utf-8", errors="backslashreplace")
         file.setFormatter(_formatter(shared, _render_json))
         file.setLevel(level.upper())
         _installed.append(file)
@@ -115,36 +95,14 @@ def close_logging() -> None:
         handler.close()
 
 
-class _SharedFile(RotatingFileHandler):
-    """A log file that several processes append to. A full disk drops the line, and not the work."""
+class _SharedFile(WatchedFileHandler):
+    """A log file that several processes append to."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if (stream := self.stream) is not None and not self._leads_to(stream):
-                self.stream = self._open()
-                stream.close()
-        except OSError:
+            super().emit(record)
+        except OSError:  # a moved file cannot be replaced: drop the line and keep working
             self.handleError(record)
-        super().emit(record)
-
-    def doRollover(self) -> None:
-        """Rename the files, unless another process does. The lock goes with the file that is full."""
-        with contextlib.suppress(FileNotFoundError), open(self.baseFilename, "rb") as full:
-            try:
-                fcntl.flock(full, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
-            if self.stream is not None and self._leads_to(self.stream):
-                if self.backupCount == 0:
-                    os.unlink(self.baseFilename)
-                super().doRollover()
-
-    def _leads_to(self, stream: TextIO) -> bool:
-        """Tell whether the name still leads to the file that is open."""
-        try:
-            return os.path.samestat(os.stat(self.baseFilename), os.fstat(stream.fileno()))
-        except FileNotFoundError:
-            return False
 
 
 def _shared_processors(is_debug: bool) -> list[Processor]:

@@ -257,7 +257,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
     run_dir = arguments.into or new_run_dir(arguments.out)
     run_dir.mkdir(parents=True, exist_ok=True)
     service_dir = new_run_dir(run_dir / "service")
-    configure_logging(service_dir / LOG_NAME, rotation=config.log.rotation)
+    configure_logging(service_dir / LOG_NAME)
     console.print(f"run      {run_dir}", highlight=False)
     setting, recipe = setting_of(arguments), recipe_of(arguments)
     private = config.model_copy(update={"port": 0, "run_dir": None})

@@ -43,7 +43,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> Path:
     """Start the service, learn, stop it, and write the run directory; returns its report."""
     config = ServiceConfig.load(arguments.config)
     run_dir = new_run_dir(arguments.out)
-    configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+    configure_logging(run_dir / LOG_NAME)
     console.print(f"run      {run_dir}", highlight=False)
     setting = setting_of(arguments)
     recipe = recipe_of(arguments, max_staleness=arguments.max_staleness, seed=arguments.seed)

@@ -170,7 +170,7 @@ async def serve(connection: socket.socket) -> None:
     if not isinstance(setup, Setup):
         return
     config = ServiceConfig.model_validate_json(setup.config)
-    configure_logging(Path(setup.log_path) if setup.log_path else None, rotation=config.log.rotation)
+    configure_logging(Path(setup.log_path) if setup.log_path else None)
     parts = run_parts(setup, config, link)
     tune_interpreter()
     link.send(Loaded())

@@ -448,7 +448,7 @@ class _Launch:
     def _launch(self) -> _Launched:
         # What SGLang and torch say of their own imports. The filters are the process's, so one thread at a time.
         with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
-            require_driven("sglang")
+            require_driven("sglang", allow_untested=self._config.allow_untested)
             from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
             from sglang.srt.observability.trace import process_tracing_init
             from sglang.srt.server_args import ServerArgs

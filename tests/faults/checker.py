@@ -40,8 +40,11 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
             yield f"{process.url} is {replica}"
             continue
         engine = process.engine
-        if engine.weight_version != desk.weight_version or replica.weight_version != desk.weight_version:
-            yield f"{process.url} holds {engine.weight_version} where {desk.weight_version} is served"
+        if (
+            engine.weight_version != desk.fleet.weight_version
+            or replica.weight_version != desk.fleet.weight_version
+        ):
+            yield f"{process.url} holds {engine.weight_version} where {desk.fleet.weight_version} is served"
         if held_by(process) != dict(desk.fleet.adapters):
             yield f"{process.url} has the adapters {held_by(process)} where {desk.fleet.adapters} are served"
         if engine.is_paused or not engine.is_usable:
@@ -52,7 +55,7 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
 
 def version_problems(world: World) -> Iterator[str]:
     """What is wrong with the version that the fleet has come to."""
-    history, version = world.history, world.coordinator.replicas.weight_version
+    history, version = world.history, world.coordinator.replicas.fleet.weight_version
     committed = {done for link in world.links.values() for done in link.commits}
     reported = max((report.version for report in history.reports), default=None)
     if version not in {0} | (history.pushed & committed):
@@ -247,7 +250,7 @@ def state_problems(stored: dict[str, list[Trajectory]]) -> Iterator[str]:
 
 async def restart_problems(world: WholeWorld) -> list[str]:
     """What a coordinator that started now would believe, if that is not so."""
-    version = world.coordinator.replicas.weight_version
+    version = world.coordinator.replicas.fleet.weight_version
     saved = await world.run_store.saved_state(FLEET_WEIGHTS, FleetWeights) or FleetWeights()
     if version and (saved.served is None or saved.served.version < version or saved.pending is not None):
         return [f"the fleet serves {version}, but a restart would go to {saved}"]

@@ -167,14 +167,15 @@ WIDE = {"tensor_parallel_size": 2, "hosts": 2}
         ({"engine": {**WIDE, "lora_rank": 8}}, "hosts above 1 take no lora_rank"),
         ({"engine": {**WIDE, **CPU, "num_cpus": 0}}, "hosts above 1 on device cpu need num_cpus above 0"),
         ({"engine": {"weight_staging": "disk"}}, "'auto', 'device', 'host' or 'none'"),
-        ({"engine": {"tells_cache": False}}, "engine.tells_cache is no setting any more"),
+        ({"engine": {"tells_cache": False}}, "engine.tells_cache was removed"),
         (
             {"engines": [{"kind": "vllm", "tells_cache": True}]},
-            "tells_cache is no setting any more: engines publish no KV events",
+            "tells_cache was removed: engines publish no KV events",
         ),
+        ({"log": {"max_mib": 64}}, "log was removed: use `logrotate`"),
         (
             {"engines": [{"kind": "vllm", "speculative": {"method": "mtp"}}]},
-            "engines.speculative.method is no setting any more: remove it: drafts are always n-grams",
+            "engines.speculative.method was removed: remove it: drafts are always n-grams",
         ),
     ],
 )
@@ -232,7 +233,7 @@ def test_where_the_first_weights_come_from():
         (("model: examples", "modell: examples"), "model"),
         (
             ("workers:", "updates: {consistency: fleet}\n      workers:"),
-            "updates.consistency is no setting any more",
+            "updates.consistency was removed",
         ),
         (("workers:", "workerz:"), "workerz: there is no such key: did you mean 'workers'"),
         (("capacity: 256", "capazity: 256"), "workers.capazity: there is no such key: did you mean 'capacity'"),
@@ -342,9 +343,9 @@ def test_what_is_set_of_the_balancer_reaches_it():
     ("settings", "message"),
     [
         ({"min_kv_share": 2, "max_kv_share": 1}, "at most max_kv_share"),
-        ({"order": "longest"}, "balancer.order is no setting any more: groups go out by `age`"),
-        ({"step_times": "h200-qwen3-8b"}, "balancer.step_times is no setting any more"),
-        ({"retention": 8}, "balancer.retention is no setting any more"),
+        ({"order": "longest"}, "balancer.order was removed: groups go out by `age`"),
+        ({"step_times": "h200-qwen3-8b"}, "balancer.step_times was removed"),
+        ({"retention": 8}, "balancer.retention was removed"),
         ({"rho": 1}, "not permitted"),
     ],
 )

@@ -104,7 +104,7 @@ def test_each_kind_gets_its_own_configuration():
             {"engines": [{"kind": "vllm"}, {"kind": "vllm", "name": "b", "quantization": "fp8"}]},
             "engine b has quantization fp8 and vllm None",
         ),
-        ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times is no setting any"),
+        ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times was removed"),
         ({"engines": [{"kind": "vllm", "model": "other"}]}, "all engines serve the service's `model`"),
         ({"engines": [{"kind": "vllm", "name": "No Spaces"}]}, "should match pattern"),
         ({"engines": [{"kind": "vllm", "attention_backend": "fa3"}]}, "attention_backend is SGLang's"),
@@ -153,8 +153,8 @@ def test_an_environment_that_is_not_there_is_refused_before_anything_starts(tmp_
     [
         ({"kind": "sglang", "speculative": {}}, "SGLang verifies drafts beside the sampler"),
         ({"data_parallel_size": 2, "speculative": {}}, "vLLM drops speculative.max_running"),
-        ({"speculative": {"method": "eagle3"}}, r"engine\.speculative\.method is no setting any more: remove it"),
-        ({"speculative": {"model": "/draft"}}, r"engine\.speculative\.model is no setting any more: remove it"),
+        ({"speculative": {"method": "eagle3"}}, r"engine\.speculative\.method was removed: remove it"),
+        ({"speculative": {"model": "/draft"}}, r"engine\.speculative\.model was removed: remove it"),
     ],
 )
 def test_drafts_where_they_would_not_be_exact_are_refused(engine, message):

@@ -41,7 +41,7 @@ async def run_rollout(
     started_at = time.monotonic()
 
     def begin() -> None:
-        begin_run(run_dir, console, config.log.rotation)
+        begin_run(run_dir, console)
         console.print(f"service  starting {config.num_replicas} replica(s) of {config.model} …", highlight=False)
 
     def say(line: str) -> None:

@@ -32,7 +32,7 @@ from agentloop.api.encoded_record import EncodedRecord
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest, WeightUpdateFailed
-from agentloop.observability.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop.observability.logs import LOG_NAME, configure_logging
 from agentloop.rollout.environment import tasks_of
 from agentloop.storage.exports import ExportRequest
 from agentloop.storage.summary import Summary, summarize
@@ -166,10 +166,10 @@ async def run_on(
     return RunResult(run_dir, summary, collected.push_error)
 
 
-def begin_run(run_dir: Path, console: Console, rotation: LogRotation = LogRotation()) -> None:  # noqa: B008 - frozen
+def begin_run(run_dir: Path, console: Console) -> None:
     """Make a run directory the latest, and have this process write its log there."""
     link_latest(run_dir)
-    configure_logging(run_dir / LOG_NAME, rotation=rotation)
+    configure_logging(run_dir / LOG_NAME)
     console.print(f"run      {run_dir}", highlight=False, soft_wrap=True)
 
 

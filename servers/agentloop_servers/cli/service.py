@@ -62,7 +62,7 @@ async def _serve(
 
     def begin() -> None:
         link_latest(run_dir)
-        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+        configure_logging(run_dir / LOG_NAME)
         say(f"{'going on' if is_resumed else 'starting'}; log and trajectories in {run_dir}")
 
     waits_for_weights = is_resumed or config.awaits_weights

@@ -120,6 +120,8 @@ class EngineConfig(_EngineModel):
     """The share of a GPU that Ray reserves; the rest is for others on the same Ray."""
     attention_backend: str | None = None
     """SGLang's attention, as it calls it; left out: its own choice."""
+    allow_untested: bool = False
+    """Start a newer version of the engine than the tested ones, with a warning; otherwise it is refused."""
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

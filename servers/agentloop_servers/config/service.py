@@ -36,7 +36,6 @@ from pydantic import (
 )
 
 from agentloop.errors import CheckpointUnreadable, InvalidRequest
-from agentloop.observability.logs import LogRotation
 from agentloop.plugins import AllowedImports, resolve
 from agentloop.types import KVPolicy
 from agentloop.values.vocabulary import tokenizer_json
@@ -73,6 +72,7 @@ _REMOVED: Mapping[str, str] = {
     "engines.speculative.model": _ONLY_NGRAMS,
     "engines.step_times": "work is spread by the KV that each replica has",
     "engines.tells_cache": "engines publish no KV events",
+    "log": "use `logrotate` or a similar program to bound the size of `service.log`",
     "updates.consistency": "replicas switch one by one, and all together where `engine.weight_staging` is none",
 }
 """Why a removed key is refused: its successor, or the reason why it has none."""
@@ -233,20 +233,6 @@ class EndpointSettings(_Strict):
     """Calls under way in one ingress process; the next one gets 429."""
     score_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The share of the engines' time that scores may take while other calls run; below 1 one score at a time."""
-
-
-class LogSettings(_Strict):
-    """The run's `service.log`: its size, and how many full ones are kept."""
-
-    max_mib: Annotated[int, Field(ge=1)] = 64
-    """The size at which `service.log` is rotated."""
-    num_older: Annotated[int, Field(ge=0)] = 4
-    """Rotated logs that are kept."""
-
-    @property
-    def rotation(self) -> LogRotation:
-        """The bounds as the log holds them."""
-        return LogRotation(self.max_mib << 20, self.num_older)
 
 
 class TracingSettings(_Strict):
@@ -461,8 +447,6 @@ class ServiceConfig(ModelConfig):
     """Folders whose images a task may show; left out: images come as data URLs only."""
     keys: KeysConfig = KeysConfig()
     """The environment variables of the keys."""
-    log: LogSettings = LogSettings()
-    """The run's log."""
     sinks: dict[str, dict[str, JsonValue]] = {}
     """Other receivers of ended trajectories and updates: the settings of each sink that a package registers."""
     tracing: TracingSettings | None = None
@@ -491,7 +475,7 @@ class ServiceConfig(ModelConfig):
     @classmethod
     def _check_removed(cls, given: object) -> object:
         for place in _removed_keys(given):
-            raise ValueError(f"{place} is no setting any more: {_REMOVED[place]}")
+            raise ValueError(f"{place} was removed: {_REMOVED[place]}")
         return given
 
     @model_validator(mode="after")

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, cast
 
 import aiohttp
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
 from agentloop.api.coordinator import FrontPort, MetricsPort, ReplicaPort, WorkerPort
 from agentloop.errors import AgentLoopError, ServiceUnavailable
@@ -64,14 +63,15 @@ class CoordinatorClient:
         timeout_s = self._command_timeout_s if call.name in COMMANDS else CALL_TIMEOUT_S
         if "wait_s" in call.parameters:
             timeout_s += arguments[call.parameters.index("wait_s")]
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_was_cut if is_repeatable else _was_not_received),
-            stop=stop_after_attempt(2),
-            reraise=True,
-        )
+        may_repeat, body = _was_cut if is_repeatable else _was_not_received, encode(arguments)
         try:
             async with asyncio.timeout(timeout_s):
-                return await retrying(self._send, call, encode(arguments))
+                try:
+                    return await self._send(call, body)
+                except AgentLoopError as error:
+                    if not may_repeat(error):
+                        raise
+                return await self._send(call, body)
         except TimeoutError as error:
             raise ServiceUnavailable(
                 f"the coordinator did not answer {call.name} within {timeout_s:g} s"

@@ -13,23 +13,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from agentloop.api.annotations import AnnotatedRecord
 from agentloop.api.coordinator import (
-    EndpointTable,
     HostDrain,
     NamedAdapter,
     ServiceStatus,
     StoreStatus,
     UpdateReport,
 )
-from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import degraded
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
@@ -42,8 +40,7 @@ from agentloop.fleet.desired_state import TURN_REASON, FleetAdapters, FleetWeigh
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.replica_steps import Connect
 from agentloop.fleet.store_follower import FollowedStore, StoreFollower
-from agentloop.images import Image
-from agentloop.observability.metrics import REPORT_S, MetricsPage, MetricsReport, SavedMetrics
+from agentloop.observability.metrics import REPORT_S, MetricsPage, SavedMetrics
 from agentloop.storage.trajectory_store import METRICS, UPDATES, TrajectoryStore
 from agentloop_servers.coordinator.endpoint_places import EndpointPlaces, SavedPlaces
 from agentloop_servers.coordinator.history import History
@@ -92,7 +89,7 @@ class Coordinator:
         self.rollouts = Rollouts(store, self.replicas, config, clock, log, changed, self._tasks)
         self._background: list[asyncio.Task[None]] = []
         save_places = partial(store.save_state, ENDPOINT_PLACES)
-        self._places = EndpointPlaces(
+        self.places = EndpointPlaces(
             config.disk,
             config.num_endpoint_processes,
             clock.now,
@@ -101,12 +98,18 @@ class Coordinator:
             are_taken_over=store.is_shared,
         )
         store.time_commits(partial(self.replicas.tally.observe, "commit_seconds"))
-        self._metrics = MetricsBook(partial(store.save_state, METRICS), clock.now)
+        self.metrics_book = MetricsBook(partial(store.save_state, METRICS), clock.now)
         self._history = History()
         self._follower = None if config.follows is None else self._follow(config.follows)
         self._saved_reports: tuple[UpdateReport, ...] = ()
         self._is_closed = False
         self.refused: Counter[int] = Counter()  # what its server has refused, by the answer's status
+
+    def answering(self, call: str) -> Callable[..., Awaitable[Any]]:
+        """Return the method that answers a call of the ports in `api/coordinator.py`."""
+        fleet, work = (self.replicas, self.replicas.groups), (self.rollouts, self)
+        owners = (*fleet, *work, self.metrics_book, self.places, self._store)
+        return cast(Callable[..., Awaitable[Any]], next(getattr(one, call) for one in owners if hasattr(one, call)))
 
     async def start(self) -> None:
         """Take up the weights, the orders and the work that an earlier coordinator left, and begin to watch."""
@@ -118,9 +121,9 @@ class Coordinator:
         self.replicas.sync.restore(weights, orders, self._saved_reports)
         if (adapters := await self._store.saved_state(FLEET_ADAPTERS, FleetAdapters)) is not None:
             self.replicas.sync.adapters.restore(adapters)
-        self._places.restore(await self._store.saved_state(ENDPOINT_PLACES, SavedPlaces))
+        self.places.restore(await self._store.saved_state(ENDPOINT_PLACES, SavedPlaces))
         await self.rollouts.restore()
-        self._metrics.restore(await self._store.saved_state(METRICS, SavedMetrics))
+        self.metrics_book.restore(await self._store.saved_state(METRICS, SavedMetrics))
         self._background = [
             asyncio.create_task(self._keep_metrics(), name="coordinator-metrics"),
             asyncio.create_task(self._keep_history(), name="coordinator-history"),
@@ -161,7 +164,7 @@ class Coordinator:
         status = ServiceStatus(
             is_ready=replicas.is_ready,
             is_paused=desired.orders.is_paused,
-            weight_version=replicas.weight_version,
+            weight_version=replicas.fleet.weight_version,
             replicas=replicas.statuses(),
             num_workers=self.rollouts.num_workers,
             rollouts=self.rollouts.queue.rollouts,
@@ -178,7 +181,7 @@ class Coordinator:
             lost=replicas.lost(),
             queue=replicas.waiting.status(self.rollouts.queue.num_queued),
             users=replicas.users.usage(*self.rollouts.queue.by_user(), replicas.waiting.by_user()),
-            public_urls=self._places.public_urls,
+            public_urls=self.places.public_urls,
             is_encrypted=self._is_encrypted,
             num_refused=self.refused.total() + replicas.num_refused,
             is_stopping=self.rollouts.is_draining,
@@ -196,17 +199,13 @@ class Coordinator:
         """Return the adapters that are served by name."""
         return self.replicas.sync.adapters.served
 
-    async def report_metrics(self, report: MetricsReport) -> None:
-        """Take in what a process has counted."""
-        await self._metrics.report(report)
-
     async def flight(self, limit: int, name: str = "") -> FlightPage:
         """Return what the live trajectories and sessions do."""
-        return replace(self.rollouts.flights(limit, name), blocked=self._metrics.blocked())
+        return replace(self.rollouts.flights(limit, name), blocked=self.metrics_book.blocked())
 
     async def metrics(self) -> MetricsPage:
         """Return the metrics of the service at this moment."""
-        return self._metrics.page(await self.status(), self.rollouts.flights(1))
+        return self.metrics_book.page(await self.status(), self.rollouts.flights(1))
 
     async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
         """Return what the last quarter of an hour was like."""
@@ -237,14 +236,6 @@ class Coordinator:
         if reads_again:
             self.replicas.users.read_again()
         return self.replicas.users.report(process_id, usage)
-
-    async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
-        """Return a page of the facts of stored records."""
-        return await self._store.list_records(query, user_names)
-
-    async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
-        """Return a stored record. Raises NotFound."""
-        return await self._store.record_at(seq, user_names)
 
     async def update_reports(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates."""
@@ -293,18 +284,6 @@ class Coordinator:
         served, update = (lambda: replicas.fleet.weight_version), replicas.update_weights
         return StoreFollower(store, served, is_asleep, update, save, self._log)
 
-    async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
-        """Return the numbers of a host's endpoint processes."""
-        return await self._places.numbers(disk, num)
-
-    async def join_endpoint(self, number: int, url: str, public_url: str) -> EndpointTable:
-        """Note where a process of the chat endpoint listens; returns where each known one does."""
-        return self._places.join(number, url, public_url)
-
-    async def keep_images(self, images: tuple[Image, ...]) -> None:
-        """Keep images of calls beside the store."""
-        await self._store.keep_images(images)
-
     async def _probe_suspects(self) -> None:
         """Probe replicas on a clock of its own: what `_watch` waits for does not hold it up."""
         while True:
@@ -331,7 +310,7 @@ class Coordinator:
     async def _save_metrics(self) -> None:
         reports = self.replicas.sync.reports
         try:
-            await self._metrics.save()
+            await self.metrics_book.save()
             if reports != self._saved_reports:
                 await self._store.save_state(UPDATES, reports)
                 self._saved_reports = reports
@@ -340,7 +319,7 @@ class Coordinator:
 
     async def _keep_history(self) -> None:
         while True:
-            samples = self._metrics.samples(await self.status(), self.rollouts.flights(1))
+            samples = self.metrics_book.samples(await self.status(), self.rollouts.flights(1))
             self._history.add(time.time(), samples)
             await self._clock.sleep(self._history.interval_s)
 
@@ -359,7 +338,7 @@ class Coordinator:
             self.rollouts.begin_trim(now)
             await self.replicas.sync.resolve_interrupted_update()
             try:
-                await self._places.look()
+                await self.places.look()
                 await self.rollouts.write_owed()
                 await self.replicas.sync.save_owed()
             except StorageFull as error:  # the store has said so

@@ -80,7 +80,7 @@ class EndpointPlaces:
         self._saved = saved or self._saved
         self._seen_at = dict.fromkeys(self._saved.disks, self._now())
 
-    async def numbers(self, disk: str, num: int) -> tuple[int, ...]:
+    async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
         """Return the numbers of the processes with a disk, of which there are `num` at least."""
         async with self._changing:
             disks, heirs = self._saved.disks, self._saved.heirs
@@ -91,7 +91,7 @@ class EndpointPlaces:
                 await self._keep(replace(self._saved, disks={**disks, **dict.fromkeys(new, disk)}))
         return (*own, *new)
 
-    def join(self, number: int, url: str, public_url: str) -> EndpointTable:
+    async def join_endpoint(self, number: int, url: str, public_url: str) -> EndpointTable:
         """Note that a process is there, and where it listens."""
         self._seen_at[number] = self._now()
         self._urls[number], self._public_urls[number] = url, public_url

@@ -59,7 +59,7 @@ class MetricsBook:
                 life: _ReportingProcess("", now, sequence) for life, sequence in saved.sequences.items()
             }
 
-    async def report(self, report: MetricsReport) -> None:
+    async def report_metrics(self, report: MetricsReport) -> None:
         """Add a report, each once; returns when it is in the store, of a last one at once."""
         process = self._processes.setdefault(report.life, _ReportingProcess(report.process, 0.0))
         process.name, process.heard_at, process.gauges = report.process, self._now(), report.gauges

@@ -146,10 +146,6 @@ class Replicas:
         return bool(self.fleet.placeable())
 
     @property
-    def weight_version(self) -> int | None:
-        return self.fleet.weight_version
-
-    @property
     def versions(self) -> FleetVersions:
         """The versions that the fleet serves, and that of the update under way."""
         return FleetVersions(self.fleet.weight_version, max(self._coming, default=None), self.fleet.adapters)

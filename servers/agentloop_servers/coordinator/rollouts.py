@@ -23,7 +23,6 @@ from agentloop.api.coordinator import (
     MAX_HAND_IN,
     EncodedPage,
     HeldLease,
-    JournalPart,
     LeaseOrders,
     LeaseReport,
     Orders,
@@ -365,14 +364,6 @@ class Rollouts:
 
     async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(assignment_id for assignment_id in assignment_ids if self.queue.is_live(assignment_id))
-
-    async def keep_turns(
-        self, parts: tuple[JournalPart, ...], forgotten: tuple[tuple[str, str], ...]
-    ) -> tuple[str, ...]:
-        return await self._store.keep_turns(parts, forgotten)
-
-    async def kept_turns(self, assignment_id: str) -> tuple[tuple[str, bytes], ...]:
-        return tuple(await self._store.kept_turns(assignment_id))
 
     def look(self, now: float) -> None:
         """Count the silence of workers and of processes that report, and end the grace of a restart."""

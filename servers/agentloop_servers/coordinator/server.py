@@ -1,12 +1,15 @@
 """The coordinator's HTTP port: one route for each call of its ports, typed by their signatures.
 
-    ReplicaPort, FleetPort                by `Replicas`     (replicas.py)
+    ReplicaPort, FleetPort                by `Replicas`      (replicas.py)
     TrainerPort                           by `TrainerGroups` (agentloop/fleet/trainer_groups.py)
-    WorkerPort, RolloutPort, LeasePort    by `Rollouts`     (rollouts.py): `take`, `finish`, `submit`, `lease`, ...
-    MetricsPort, the rest of FrontPort    by `Coordinator`  (coordinator.py): `status`, `report_metrics`, ...
+    WorkerPort, RolloutPort, LeasePort    by `Rollouts`      (rollouts.py): `take`, `finish`, `submit`, `lease`, ...
+    MetricsPort                           by `MetricsBook`   (metrics.py)
+    records, images, turn journals        by `TrajectoryStore` (agentloop/storage/trajectory_store.py)
+    places of endpoint processes          by `EndpointPlaces`  (endpoint_places.py)
+    the rest of FrontPort                 by `Coordinator`   (coordinator.py): `status`, `flight`, ...
 
-A body is the codec's bytes of a call's arguments as a tuple, an answer those of what the call returns. Commands to
-the fleet are numbered by their caller, and one that arrives late is refused.
+A request body holds the arguments of a call as a tuple, a response body its result, both in the codec's bytes. The
+caller numbers its commands to the fleet; a command that arrives late is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from agentloop.api.coordinator import (
     LeasePort,
     MetricsPort,
     ReplicaPort,
-    RolloutPort,
     TrainerPort,
     WorkerPort,
 )
@@ -81,18 +83,11 @@ class CoordinatorServer(PrivateServer):
 
     def __init__(self, coordinator: Coordinator, trust: Trust, host: str = "127.0.0.1") -> None:
         self._fencing: defaultdict[int, FencingGuard] = defaultdict(FencingGuard)  # by the caller's epoch
-        replicas, rollouts = coordinator.replicas, coordinator.rollouts
-        ports: tuple[ReplicaPort, FleetPort, TrainerPort, WorkerPort, RolloutPort, LeasePort, Coordinator] = (
-            *(replicas, replicas, replicas.groups),
-            *(rollouts, rollouts, rollouts),
-            coordinator,
-        )
         for_workers = calls_of(WorkerPort) | calls_of(LeasePort) | calls_of(MetricsPort)
         calls = calls_of(ReplicaPort) | for_workers | calls_of(FrontPort)
-        routes = []
-        for name, call in calls.items():
-            method = next(getattr(port, name) for port in ports if hasattr(port, name))  # by the table above
-            routes.append(web.post(f"/{name}", self._handler(call, method)))
+        routes = [
+            web.post(f"/{name}", self._handler(call, coordinator.answering(name))) for name, call in calls.items()
+        ]
         worker_paths = frozenset(f"/{name}" for name in for_workers)
         super().__init__(SERVER_NAME, routes, trust, host, MAX_CALL_BYTES, CALLS_END_S, worker_paths)
         coordinator.refused = self.refused

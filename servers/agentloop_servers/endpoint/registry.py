@@ -369,15 +369,6 @@ class Sessions:
             session = await self._create(record)
             return session if session is not None else await self._found(record.session_id, record.owner)
 
-    @property
-    def num_bytes(self) -> int:
-        """An estimate of the bytes that sessions take in memory."""
-        return self.cache.num_bytes
-
-    async def num_of_owners(self) -> dict[str, int]:
-        """Count the open sessions of each owner."""
-        return await self.store.num_of_owners()
-
     async def of_user(self, names: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
         """Return up to `limit` of a user's open and finished sessions in this process, by id after `after`."""
         return await self.store.of_owners(names, after, limit)

@@ -110,7 +110,7 @@ class CoordinatorDeployment:
         on_sighup(self._coordinator.read_users_again)
         tally, gauges = self._coordinator.replicas.tally, partial(run_gauges, config, run_dir)
         tally.trace = trace
-        self._closing.report("coordinator", self._coordinator.report_metrics, tally, gauges)
+        self._closing.report("coordinator", self._coordinator.metrics_book.report_metrics, tally, gauges)
         await self._serve(service, model, trust, others)
 
     async def _serve(self, service: ServiceConfig, model: str, trust: Trust, others: Sequence[ModelRun]) -> None:

@@ -49,7 +49,7 @@ class Follower:
     async def start(self, config: ServiceConfig, run_dir: Path, entry: EngineEntry, share: HostShare) -> None:
         """Start the process. Its last words are in Ray's logs on this node."""
         config.keys.hide()
-        begin_process(run_dir, config.log.rotation)
+        begin_process(run_dir)
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
         prepare_engine_network(config)

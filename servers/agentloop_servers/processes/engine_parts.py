@@ -128,6 +128,7 @@ def process_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
         "enforce_eager": entry.enforce_eager,
         "batch_invariant": entry.batch_invariant,
         "logprobs_mode": LogprobsMode(entry.logprobs_mode),
+        "allow_untested": entry.allow_untested,
         "stage_timeout_s": entry.stage_timeout_s,
         "commit_timeout_s": entry.commit_timeout_s,
         "traces_url": config.engine_traces_url,

@@ -146,7 +146,7 @@ class IngressProcess:
         endpoint, sessions = opened.endpoint, opened.endpoint.sessions
         keys = all_keys[""]
         read = None if config.users is None else lambda: load_users(located(config.users or ""))
-        endpoint.users = users = ServedUsers(keys, self._coordinator, read, sessions.num_of_owners)
+        endpoint.users = users = ServedUsers(keys, self._coordinator, read, sessions.store.num_of_owners)
         sessions.on_new = users.add_session
         closing.push_async_callback(users.close)
         await users.start()
@@ -250,7 +250,7 @@ def ingress_gauges(name: str, process: IngressProcess) -> tuple[MetricSample, ..
     return (
         *(MetricSample("http_in_flight", (name, route), num) for route, num in in_flight.items()),
         MetricSample("sessions_open", (name,), sessions.num_open),
-        MetricSample("session_bytes", (name,), sessions.num_bytes),
+        MetricSample("session_bytes", (name,), sessions.cache.num_bytes),
     )
 
 

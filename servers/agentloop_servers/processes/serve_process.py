@@ -22,7 +22,7 @@ import structlog
 
 from agentloop.concurrency.aio import OwnedTasks
 from agentloop.errors import error_line
-from agentloop.observability.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop.observability.logs import LOG_NAME, configure_logging
 from agentloop.observability.metrics import MetricSample, MetricsReport, MetricsTally
 from agentloop_servers.config.service import made_run_dir
 from agentloop_servers.metrics import MetricsReporter
@@ -65,14 +65,14 @@ class Closing(AsyncExitStack):
             await super().aclose()
 
 
-def begin_process(run_dir: Path, rotation: LogRotation) -> Closing:
+def begin_process(run_dir: Path) -> Closing:
     """Write this process's log into the run directory, which a node has from here on.
 
     Returns what SIGTERM closes before the process ends.
     """
     closing = Closing()
     made_run_dir(run_dir)
-    configure_logging(run_dir / LOG_NAME, rotation=rotation, on_problem=closing.count_problem)
+    configure_logging(run_dir / LOG_NAME, on_problem=closing.count_problem)
     end_on_sigterm(closing.aclose, SIGTERM_GRACE_S)
     return closing
 

@@ -40,7 +40,7 @@ class ModelRun:
 def begin_serve_process(config: ServiceConfig, run_dir: Path) -> Closing:
     """Begin a process of Serve: remove the API keys from its environment, and set up its log and its end."""
     config.hide_keys()
-    return begin_process(run_dir, config.log.rotation)
+    return begin_process(run_dir)
 
 
 def coordinator_client(

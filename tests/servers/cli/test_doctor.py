@@ -187,7 +187,11 @@ def a_package(folder: Path, name: str, distribution: str, version: str) -> None:
     ("version", "has_gpu", "has_kernels", "said"),
     [
         (None, True, True, "not installed"),
-        ("0.5.18", True, True, "sglang 0.5.18; the adapter drives 0.5.17 and 0.5.23"),
+        (
+            *("0.5.18", True, True),
+            "sglang 0.5.18; the adapter is tested with 0.5.17 and 0.5.23; "
+            "`allow_untested: true` in the engine's config starts it",
+        ),
         ("0.5.17", False, True, "sglang 0.5.17; its wheels run on NVIDIA GPUs only"),
         ("0.5.17", True, False, "sglang 0.5.17, its kernels: not installed"),
         ("0.5.17", True, True, "sglang 0.5.17, its kernels: sglang-kernel 0.4.5"),

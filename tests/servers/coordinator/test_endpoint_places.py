@@ -42,9 +42,9 @@ class Hosts:
 
     async def join(self, *numbers: int):
         for number in numbers:
-            table = self.places.join(number, f"http://{number}", f"http://public-{number}")
+            table = await self.places.join_endpoint(number, f"http://{number}", f"http://public-{number}")
         await self.places.look()
-        return self.places.join(numbers[-1], table.urls[numbers[-1]], f"http://public-{numbers[-1]}")
+        return await self.places.join_endpoint(numbers[-1], table.urls[numbers[-1]], f"http://public-{numbers[-1]}")
 
     async def pass_time(self, seconds: float, *numbers: int):
         """Let these join every second for so long."""
@@ -56,17 +56,17 @@ class Hosts:
 
 async def three_hosts(*, are_taken_over: bool = False) -> tuple[Hosts, list[int]]:
     hosts = Hosts(are_taken_over=are_taken_over)
-    numbers = [(await hosts.places.numbers(disk, 1))[0] for disk in ("head", "b", "c")]
+    numbers = [(await hosts.places.endpoint_numbers(disk, 1))[0] for disk in ("head", "b", "c")]
     return hosts, numbers
 
 
 async def test_a_disk_keeps_its_numbers_also_under_a_later_coordinator():
     hosts, numbers = await three_hosts()
     assert numbers == [0, 1, 2]
-    assert await hosts.places.numbers("b", 2) == (1, 3)
+    assert await hosts.places.endpoint_numbers("b", 2) == (1, 3)
     hosts.coordinator()
-    assert await hosts.places.numbers("c", 1) == (2,)
-    assert await hosts.places.numbers("b", 1) == (1, 3)
+    assert await hosts.places.endpoint_numbers("c", 1) == (2,)
+    assert await hosts.places.endpoint_numbers("b", 1) == (1, 3)
 
 
 async def test_slots_wait_for_the_processes_that_are_expected_and_are_shared_evenly():
@@ -117,7 +117,7 @@ async def test_a_later_coordinator_gives_each_process_its_time():
 async def test_a_process_that_joins_later_gets_no_slot_but_those_of_the_lost():
     hosts, _ = await three_hosts()
     before = (await hosts.join(0, 1, 2)).holders
-    (late,) = await hosts.places.numbers("d", 1)
+    (late,) = await hosts.places.endpoint_numbers("d", 1)
     assert (await hosts.join(0, 1, 2, late)).holders == before
     table = await hosts.pass_time(LOST_AFTER_S + 2, 0, 1, late)
     assert {table.holders[slot] for slot in table.inherited} == {late}
@@ -150,7 +150,7 @@ async def test_in_a_database_all_that_a_lost_process_has_goes_to_others_and_its_
 async def test_an_heir_that_is_lost_leaves_what_it_inherited_too():
     hosts = Hosts(are_taken_over=True)
     for disk in ("b", "c", "d"):  # 1, 2, 3; the process on the coordinator's disk never joins
-        await hosts.places.numbers(disk, 1)
+        await hosts.places.endpoint_numbers(disk, 1)
     await hosts.join(1, 2, 3)
     (heir,) = (await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, 2, 3)).heirs.values()
     (last,) = {2, 3} - {heir}
@@ -164,8 +164,8 @@ async def test_a_disk_that_comes_back_gets_a_number_of_its_own():
     hosts, _ = await three_hosts(are_taken_over=True)
     await hosts.join(0, 1, 2)
     await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, 0, 1)
-    assert await hosts.places.numbers("c", 1) == (3,)
-    assert await hosts.places.numbers("c", 1) == (3,)
+    assert await hosts.places.endpoint_numbers("c", 1) == (3,)
+    assert await hosts.places.endpoint_numbers("c", 1) == (3,)
     assert (await hosts.join(0, 1, 3)).heirs.keys() == {2}
 
 
@@ -173,5 +173,5 @@ async def test_a_process_that_is_being_started_again_is_not_lost_meanwhile():
     hosts, _ = await three_hosts(are_taken_over=True)
     await hosts.join(0, 1, 2)
     await hosts.pass_time(TAKEN_OVER_AFTER_S - 1, 0, 1)
-    assert await hosts.places.numbers("c", 1) == (2,)
+    assert await hosts.places.endpoint_numbers("c", 1) == (2,)
     assert (await hosts.pass_time(TAKEN_OVER_AFTER_S - 1, 0, 1)).lost == frozenset()

@@ -68,27 +68,27 @@ OOPS = "log_events_total", ("oops", "error")
 
 async def test_a_report_is_answered_and_shown_once_it_is_saved_and_counts_once() -> None:
     saving = Saving()
-    first = asyncio.create_task(saving.book.report(report(1, 3)))
-    again = asyncio.create_task(saving.book.report(report(1, 3)))
+    first = asyncio.create_task(saving.book.report_metrics(report(1, 3)))
+    again = asyncio.create_task(saving.book.report_metrics(report(1, 3)))
     await asyncio.sleep(0)
     assert OOPS not in saving.shown()
     assert not first.done()
     await saving.book.save()
     await asyncio.gather(first, again)
     assert saving.shown()[OOPS] == 3
-    await saving.book.report(report(1, 3))  # a late copy is answered at once
+    await saving.book.report_metrics(report(1, 3))  # a late copy is answered at once
     assert saving.shown()[OOPS] == 3
 
 
 async def test_what_could_not_be_saved_is_neither_answered_nor_shown_until_it_is() -> None:
     saving = Saving()
     saving.fails = True
-    first = asyncio.create_task(saving.book.report(report(1)))
+    first = asyncio.create_task(saving.book.report_metrics(report(1)))
     await asyncio.sleep(0)
     with pytest.raises(OSError, match="away"):
         await saving.book.save()
     saving.fails = False
-    repeated = asyncio.create_task(saving.book.report(report(1)))  # the first one's time was over
+    repeated = asyncio.create_task(saving.book.report_metrics(report(1)))  # the first one's time was over
     await asyncio.sleep(0)
     assert OOPS not in saving.shown()
     await saving.book.save()
@@ -100,15 +100,15 @@ async def test_what_could_not_be_saved_is_neither_answered_nor_shown_until_it_is
 async def test_the_next_coordinator_goes_on_with_the_counts_and_knows_what_it_has() -> None:
     before = Saving()
     for sequence in (1, 2):
-        reported = asyncio.create_task(before.book.report(report(sequence)))
+        reported = asyncio.create_task(before.book.report_metrics(report(sequence)))
         await asyncio.sleep(0)
         await before.book.save()
         await reported
     after = Saving()
     after.book.restore(before.saved)
     assert after.shown()[OOPS] == 2
-    await after.book.report(report(2))  # whose answer was lost
-    other = asyncio.create_task(after.book.report(report(1, life="l2", process="worker-b")))
+    await after.book.report_metrics(report(2))  # a repeat: its answer was lost
+    other = asyncio.create_task(after.book.report_metrics(report(1, life="l2", process="worker-b")))
     await asyncio.sleep(0)
     await after.book.save()
     await other
@@ -120,7 +120,7 @@ async def test_the_next_coordinator_goes_on_with_the_counts_and_knows_what_it_ha
 
 async def test_a_silent_process_is_named_and_its_gauges_are_gone_and_its_counts_stay() -> None:
     saving = Saving()
-    reported = asyncio.create_task(saving.book.report(report(1)))
+    reported = asyncio.create_task(saving.book.report_metrics(report(1)))
     await asyncio.sleep(0)
     await saving.book.save()
     await reported
@@ -140,10 +140,10 @@ async def test_a_process_that_closes_says_goodbye_with_its_last_counts_and_a_kil
     async def until_killed(report: MetricsReport) -> None:
         if is_killed:
             raise ServiceUnavailable("it is dead")
-        await saving.book.report(report)
+        await saving.book.report_metrics(report)
 
     tallies = MetricsTally(), MetricsTally()
-    closed = MetricsReporter("worker-closed", tallies[0], saving.book.report)
+    closed = MetricsReporter("worker-closed", tallies[0], saving.book.report_metrics)
     killed = MetricsReporter("worker-killed", tallies[1], until_killed)
     for num_before in (1, 2):
         for tally in tallies:
@@ -164,7 +164,7 @@ async def test_a_process_that_closes_says_goodbye_with_its_last_counts_and_a_kil
 async def test_a_goodbye_repeats_what_was_not_answered_and_counts_once() -> None:
     saving, tally = Saving(), MetricsTally()
     tally.count("log_events_total", *OOPS[1])
-    reporter = MetricsReporter("worker-a", tally, saving.book.report)
+    reporter = MetricsReporter("worker-a", tally, saving.book.report_metrics)
     await asyncio.sleep(0)  # it reports, and is not answered: nothing is saved
     tally.count("log_events_total", *OOPS[1])
     await reporter.close()
@@ -275,7 +275,7 @@ async def test_an_engines_own_metrics_have_its_replica_until_it_is_silent() -> N
     saving = Saving()
     theirs = '# HELP vllm:steps Steps.\n# TYPE vllm:steps counter\nvllm:steps_total{engine="0"} 3.0\n'
     for replica in ("a", "b"):
-        await saving.book.report(MetricsReport(replica, replica, 0, MetricsPage((), ()), engine=theirs))
+        await saving.book.report_metrics(MetricsReport(replica, replica, 0, MetricsPage((), ()), engine=theirs))
     text = prometheus_text(saving.book.page(NOTHING, EMPTY)).decode()
     assert text.count("# TYPE vllm:steps_total counter") == 1
     assert {'vllm:steps_total{engine="0",replica="a"} 3.0', 'vllm:steps_total{engine="0",replica="b"} 3.0'} < set(

@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import inspect
 import tracemalloc
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import aiohttp
 import numpy as np
@@ -16,8 +19,10 @@ from agentloop.api.coordinator import (
     FleetPort,
     FrontPort,
     HeldLease,
+    JournalPart,
     LeasePort,
     LeaseReport,
+    MetricsPort,
     Refusal,
     ReplicaPort,
     ReplicaReport,
@@ -31,6 +36,7 @@ from agentloop.api.encoded_record import EncodedRecord
 from agentloop.concurrency.clock import RealClock
 from agentloop.engine.interface import Adapter, StageReport, WeightUpdate
 from agentloop.errors import AdaptersFull, Conflict, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.images import Image
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Lease, Load, PauseMode, Trajectory
 from agentloop.values.codec import encode
@@ -47,7 +53,9 @@ from tests.support.engine.engines import FakeEngine
 from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record, report
 from tests.support.records.samples import encoded, make_group, make_trajectory
 
-PORTS = (ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
+PORTS = (MetricsPort, ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
+# Of the store's methods: the same on the wire as a tuple.
+WIDER = (Sequence[JournalPart], Sequence[tuple[str, str]], list[tuple[str, bytes]], Sequence[Image])
 
 
 class Store(TrajectoryStore):
@@ -131,6 +139,20 @@ async def test_every_call_of_every_port_is_served(tmp_path):
         for name in names:
             async with session.post(f"{site.server.url}/{name}", data=b"\xc1") as answer:
                 assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_request"), name
+
+
+async def test_the_method_that_answers_a_call_has_its_parameters_and_types(tmp_path):
+    calls = dict(item for port in PORTS for item in calls_of(port).items())
+    async with site_at(tmp_path) as site:
+        for name, call in calls.items():
+            method = site.coordinator.answering(name)
+            assert tuple(inspect.signature(method).parameters) == call.parameters, name
+            hints = get_type_hints(method)
+            assert hints.pop("return") in (call.answer, *WIDER), name
+            assert all(
+                mine in (theirs, *WIDER)
+                for mine, theirs in zip(hints.values(), get_args(call.arguments), strict=True)
+            ), name
 
 
 @pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])

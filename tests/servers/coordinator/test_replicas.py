@@ -391,7 +391,7 @@ async def test_a_failed_push_does_not_come_true_after_a_restart(site, coordinato
     coordinator = await site.start()
     await site.clock.sleep(CONFIG.weights.settle_s + 5.0)
     assert await site.states() == {"a": "ready", "b": "ready"}
-    assert (coordinator.replicas.weight_version, [one.weight_version for one in site.engines.values()]) == (
+    assert (coordinator.replicas.fleet.weight_version, [one.weight_version for one in site.engines.values()]) == (
         1,
         [1, 1],
     )
@@ -438,7 +438,7 @@ async def test_a_coordinator_that_dies_after_the_first_commit_brings_the_others_
     for engine in site.engines.values():
         engine.seconds, engine.offered = {}, push_source("relay")
     await site.clock.sleep(CONFIG.weights.settle_s + 5.0)
-    assert coordinator.replicas.weight_version == 2
+    assert coordinator.replicas.fleet.weight_version == 2
     assert await site.states() == {"a": "ready", "b": "ready", "c": "ready"}
     answer = await coordinator.replicas.update_weights(push(2), None)  # its answer was lost with the coordinator
     assert (answer.version, answer.previous_version) == (2, 1)

@@ -195,7 +195,7 @@ class World:
         await self.clock.sleep(self.rng.uniform(0.0, 0.5))
         served = self.coordinator.replicas.sync.desired.weights.served_version
         await self.start_coordinator()
-        restored = self.coordinator.replicas.weight_version
+        restored = self.coordinator.replicas.fleet.weight_version
         is_settling = self.coordinator.replicas.sync.desired.weights.pending is not None
         # A version that no update made served is what replicas brought along, and will bring again.
         if served and not (restored is None and is_settling):
@@ -293,8 +293,8 @@ class World:
         for process in self.placeable():
             engine = process.engine
             holds = engine.weight_version
-            assert holds == desk.weight_version, (
-                f"{process.url} holds {holds} where {desk.weight_version} is served"
+            assert holds == desk.fleet.weight_version, (
+                f"{process.url} holds {holds} where {desk.fleet.weight_version} is served"
             )
             assert not engine.asleep, f"{process.url} takes traffic and is asleep"
             if self.network.is_perfect and not self.history.is_operator_paused:

@@ -247,9 +247,7 @@ class WholeWorld(World):
 
     async def _deliver(self, name: str, arguments: tuple[Any, ...]) -> Any:
         def call(coordinator: Any) -> Coroutine[Any, Any, Any]:
-            ports = (coordinator.replicas, coordinator.rollouts, coordinator)
-            method = next(getattr(port, name) for port in ports if hasattr(port, name))
-            return cast(Coroutine[Any, Any, Any], method(*arguments))
+            return cast(Coroutine[Any, Any, Any], coordinator.answering(name)(*arguments))
 
         try:
             return await self.ask(call)
@@ -413,7 +411,7 @@ class WholeWorld(World):
         return self.history.pushed - NOISE | {0}
 
     def served_version(self, adapter: str) -> int | None:
-        return self.coordinator.replicas.weight_version
+        return self.coordinator.replicas.fleet.weight_version
 
     def _demand(self, rng: Random, name: str) -> VersionDemand | None:
         """Weights that are served now, or soon, or no more; mostly none in particular."""

@@ -129,7 +129,7 @@ async def whole_site(
 
         def report(process: str, tally: MetricsTally, gauges: Callable[[], Sequence[MetricSample]] = tuple) -> None:
             if reports:
-                reporter = MetricsReporter(process, tally, coordinator.report_metrics, gauges)
+                reporter = MetricsReporter(process, tally, coordinator.metrics_book.report_metrics, gauges)
                 closing.push_async_callback(reporter.close)
 
         report("coordinator", coordinator.replicas.tally, partial(run_gauges, config, run_dir))
@@ -168,7 +168,6 @@ async def whole_site(
                 WorkerConfig(
                     capacity=config.workers.num_at_once,
                     kv_policy=config.kv_policy,
-                    poll_s=0.2,
                     traces=engine_traces(config, run_dir),
                 ),
                 max_context_tokens=facts.max_context_tokens,

@@ -41,6 +41,7 @@ class ProcessEngineConfig:
     commit_timeout_s: float = 300.0
     stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    allow_untested: bool = False  # a newer version of the engine than the tested ones
     traces_url: str | None = None  # of an OTLP/HTTP receiver for the engine's own spans; None: it makes none
     pace: ReportPace = field(default_factory=ReportPace)  # of reports on requests under way
 

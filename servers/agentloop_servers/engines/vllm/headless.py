@@ -34,7 +34,7 @@ def main() -> None:
     if os.fork() == 0:
         guard()
     prepare_environment(config)
-    require_driven("vllm")
+    require_driven("vllm", allow_untested=config.allow_untested)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

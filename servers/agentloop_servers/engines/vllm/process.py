@@ -288,7 +288,7 @@ class VllmProcess:
         prepare_environment(self._config)
         # What vLLM and torch say of their own imports. The filters are the process's, so one thread at a time.
         with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
-            require_driven("vllm")
+            require_driven("vllm", allow_untested=self._config.allow_untested)
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import structlog
 
 from agentloop.errors import EngineError
-from agentloop_servers.engines.common.versions import DRIVEN, objection
+from agentloop_servers.engines.common.versions import DRIVEN, objection, require_driven
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
 from agentloop_sglang.config import SglangConfig
@@ -51,28 +52,50 @@ def test_docs_and_overrides_name_the_range() -> None:
         assert pin.partition("==")[2].startswith(releases[-1])
 
 
+def vllm_process(**options: bool) -> VllmProcess:
+    return VllmProcess(VllmConfig("/none", 0, device="cuda", **options))
+
+
+def sglang_process(**options: bool) -> SglangProcess:
+    return SglangProcess(SglangConfig("/none", 0, **options))
+
+
+VLLM = r"the adapter is tested with 0\.32 and 0\.33"
+SGLANG = r"the adapter is tested with 0\.5\.17 and 0\.5\.23"
+HINT = "; `allow_untested: true` in the engine's config starts it$"
+
+
 @pytest.mark.parametrize(
-    ("engine", "process", "said"),
+    ("engine", "version", "process", "message"),
     [
-        (
-            "vllm",
-            VllmProcess(VllmConfig("/none", 0, device="cuda")),
-            r"^vllm 0\.1\.9; the adapter drives 0\.32 and 0\.33$",
-        ),
-        (
-            "sglang",
-            SglangProcess(SglangConfig("/none", 0)),
-            r"^sglang 0\.1\.9; the adapter drives 0\.5\.17 and 0\.5\.23$",
-        ),
+        ("vllm", "0.1.9", vllm_process(allow_untested=True), rf"^vllm 0\.1\.9: {VLLM}$"),
+        ("vllm", "0.34.0rc1", vllm_process(), rf"^vllm 0\.34\.0rc1: {VLLM}{HINT}"),
+        ("vllm", "dev", vllm_process(allow_untested=True), f"^vllm dev: {VLLM}$"),
+        ("sglang", "0.1.9", sglang_process(allow_untested=True), rf"^sglang 0\.1\.9: {SGLANG}$"),
+        ("sglang", "0.5.20", sglang_process(), rf"^sglang 0\.5\.20: {SGLANG}{HINT}"),
     ],
 )
 async def test_a_start_refuses_other_versions_by_name(
-    monkeypatch: pytest.MonkeyPatch, engine: str, process: VllmProcess | SglangProcess, said: str
+    monkeypatch: pytest.MonkeyPatch, engine: str, version: str, process: VllmProcess | SglangProcess, message: str
 ) -> None:
-    package = ModuleType(engine)
-    package.__version__ = "0.1.9"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, engine, package)
+    install(monkeypatch, engine, version)
     monkeypatch.setattr(os, "environ", dict(os.environ))  # which a start fills
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=message):
         await process.start()
     await process.close()
+
+
+@pytest.mark.parametrize(("version", "num_warnings"), [("0.33.1", 0), ("0.34.0", 1)])
+def test_an_untested_newer_version_is_allowed_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, version: str, num_warnings: int
+) -> None:
+    install(monkeypatch, "vllm", version)
+    with structlog.testing.capture_logs() as logged:
+        require_driven("vllm", allow_untested=True)
+    assert [(one["event"], one["log_level"]) for one in logged] == [("engine_untested", "warning")] * num_warnings
+
+
+def install(monkeypatch: pytest.MonkeyPatch, engine: str, version: str) -> None:
+    package = ModuleType(engine)
+    package.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, engine, package)
