@@ -53,7 +53,7 @@ WEIGHT_SOURCES = "weight_sources"
 """The group of sources of weights: `store` (the versions to serve), `store-pull` and `store-publisher`."""
 
 ROUTES = "routes"
-"""The group of HTTP routes: functions that return a router for an `agentloop_servers.http.routes.RouteContext`."""
+"""The group of HTTP routes: a function returns a router for an `agentloop_servers.ingress.routes.RouteContext`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,12 @@ class Part:
 
 
 PARTS = (
+    Part(
+        "agentloop_contracts",
+        "serve",
+        "the HTTP dialects and control verbs of vLLM's and SGLang's servers",
+        {ROUTES: {"contracts": "agentloop_contracts.routes:contracts"}},
+    ),
     Part(
         "agentloop_isolation",
         "serve",
