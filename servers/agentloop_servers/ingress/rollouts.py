@@ -18,6 +18,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParam
 from starlette.responses import Response
 
+from agentloop import parts
 from agentloop.api.coordinator import (
     FrontPort,
     Page,
@@ -51,10 +52,9 @@ from agentloop.errors import (
 )
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.plugins import AllowedImports
-from agentloop.rollout.environment import load_environment
 from agentloop.rollout.loops import load_loop
 from agentloop.rollout.models import unknown_model
-from agentloop.rollout.rewards import load_reward
+from agentloop.rollout.rewards import SHIPPED_REWARDS
 from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
 from agentloop.values import codec
 from agentloop_servers.endpoint import routes_sessions
@@ -332,7 +332,7 @@ class RolloutRoutes:
         return tasks
 
     def _check_names(self, body: SubmitBody) -> None:
-        """Refuse what no worker could run. Import paths are not resolved: a task's own code runs in workers."""
+        """Refuse what no worker could run. No user code is imported here: a task's own code runs in workers."""
         for index, task in enumerate(body.tasks):
             try:
                 self._allowed_imports.check(task.loop, param="loop")
@@ -341,14 +341,14 @@ class RolloutRoutes:
                 if task.environment is not None:
                     self._allowed_imports.check(task.environment, param="environment")
                     if ":" not in task.environment:
-                        load_environment(task.environment)
+                        parts.path_of(parts.ENVIRONMENTS, task.environment, param="environment")
                 if isinstance(task.reward, JudgeBody):
                     if task.reward.model not in self._models:
                         raise unknown_model(task.reward.model, self._models, "reward.model")
-                elif task.reward is not None:
+                elif task.reward is not None and task.reward not in SHIPPED_REWARDS:
                     self._allowed_imports.check(task.reward, param="reward")
                     if ":" not in task.reward:
-                        load_reward(task.reward)
+                        parts.path_of(parts.REWARDS, task.reward, param="reward", shipped=SHIPPED_REWARDS)
             except (InvalidRequest, Forbidden, NotFound) as error:
                 raise type(error)(error.message, param=f"tasks.{index}.{error.param}") from error
             objection = None if self._endpoint is None else self._endpoint.renderer.facts.tools_objection
