@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -28,6 +28,12 @@ GROUP_PREFIX = "agentloop_rollouts."
 COMMANDS = "commands"
 """The group of command line commands. An object is a typer application with a command of the registered name."""
 
+DEFAULT_TOOLS = "default_tools"
+"""The group of tools that each worker has without configuration: they run on any host and are safe for any task."""
+
+ENVIRONMENTS = "environments"
+"""The group of environments: `agentloop.rollout.Environment` classes, by the names that tasks give."""
+
 ENGINES = "engines"
 """The group of kinds of engines, with `check(settings)`, which raises ValueError, and `build(settings, fields)`."""
 
@@ -40,11 +46,20 @@ PARSERS = "parsers"
 RENDERERS = "renderers"
 """The group of renderers by kind: called with a model folder, FAMILY and RenderSettings for `chat.renderer`."""
 
+REWARDS = "rewards"
+"""The group of reward functions, by the names that tasks give."""
+
+SANDBOXES = "sandboxes"
+"""The group of makers of sandboxes: called without arguments for an `agentloop_tools.sandbox.Sandboxes`."""
+
 SINKS = "sinks"
 """The group of receivers of ended trajectories and updates: `agentloop_servers.sinks.Sink` classes."""
 
 STORAGE = "storage"
 """The group of databases by their URL's scheme: made as `PostgresRun`, with `Home`'s interface."""
+
+TOOLS = "tools"
+"""The group of tools that `workers.tools` may name: a Tool, a ToolSet, or a maker of one without arguments."""
 
 TRAJECTORY_RUNNERS = "trajectory_runners"
 """The group of ways to run a worker's trajectories, for `workers.isolation`: made as `IsolatedRuns.of_worker`."""
@@ -53,7 +68,10 @@ WEIGHT_SOURCES = "weight_sources"
 """The group of sources of weights: `store` (the versions to serve), `store-pull` and `store-publisher`."""
 
 ROUTES = "routes"
-"""The group of HTTP routes: functions that return a router for an `agentloop_servers.http.routes.RouteContext`."""
+"""The group of HTTP routes: a function returns a router for an `agentloop_servers.ingress.routes.RouteContext`."""
+
+NAMED_BY_USERS = frozenset({ENVIRONMENTS, REWARDS, SANDBOXES, TOOLS})
+"""The groups in which tasks, configurations and commands may give an import path in place of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,12 @@ class Part:
 
 
 PARTS = (
+    Part(
+        "agentloop_contracts",
+        "serve",
+        "the HTTP dialects and control verbs of vLLM's and SGLang's servers",
+        {ROUTES: {"contracts": "agentloop_contracts.routes:contracts"}},
+    ),
     Part(
         "agentloop_isolation",
         "serve",
@@ -119,7 +143,19 @@ PARTS = (
             }
         },
     ),
-    Part("agentloop_tools", "cpu", "tools that run code, in sandboxes, and MCP servers as tools"),
+    Part(
+        "agentloop_tools",
+        "cpu",
+        "tools that run code, in sandboxes, and MCP servers as tools",
+        {
+            DEFAULT_TOOLS: {
+                "calculator": "agentloop_tools.calculator:calculator",
+                "python": "agentloop_tools.python:PythonTool",
+            },
+            SANDBOXES: {"bubblewrap": "agentloop_tools.sandbox.bubblewrap:Bubblewrap"},
+            TOOLS: {"shell": "agentloop_tools.shell:ShellTool"},
+        },
+    ),
     Part("agentloop_trainers", "trl", "adapters for TRL and verl, and training rows for other trainers"),
     Part(
         "agentloop_traces",
@@ -167,25 +203,41 @@ def registered(group: str) -> dict[str, str]:
 
 def is_known(group: str, name: str) -> bool:
     """Return True for a name that is registered, or that one of our parts would register if it were installed."""
-    return name in registered(group) or any(name in part.entries.get(group, {}) for part in PARTS)
+    return name in registered(group) or _part_of(group, name) is not None
 
 
-def load(group: str, name: str, *, param: str) -> Any:
-    """Return a registered object.
-
-    Raises InvalidRequest, with `param` as the field at fault. For a name that nothing registers it lists the
-    registered names. For a part that is not installed, or lacks a dependency, it has the command that installs it.
-    """
-    part = next((one for one in PARTS if name in one.entries.get(group, {})), None)
-    path = registered(group).get(name)
-    if path is None:
-        if part is not None:
-            raise InvalidRequest(f"{part.package} is not installed: {install_hint(part.extra)}", param=param)
-        names = ", ".join(sorted(registered(group))) or "none"
-        raise InvalidRequest(f"no {group} are registered as {name!r}; there are: {names}", param=param)
+def load(group: str, name: str, *, param: str, shipped: Iterable[str] = ()) -> Any:
+    """Return a registered object. Raises as `path_of`, and InvalidRequest if it cannot be imported."""
+    part, path = _part_of(group, name), path_of(group, name, param=param, shipped=shipped)
     try:
         return resolve(path, param=param)
     except InvalidRequest as error:
         if part is None:
             raise
         raise InvalidRequest(f"{error.message}: {install_hint(part.extra)}", param=param) from error
+
+
+def find(group: str, name: str, *, param: str, shipped: Iterable[str] = ()) -> Any:
+    """Return the object of a registered name, or of an import path `package.module:attribute`. Raises as `load`."""
+    return resolve(name, param=param) if ":" in name else load(group, name, param=param, shipped=shipped)
+
+
+def path_of(group: str, name: str, *, param: str, shipped: Iterable[str] = ()) -> str:
+    """Return the import path of a registered name.
+
+    Raises InvalidRequest, with `param` as the field at fault. For a name that nothing registers it lists the
+    registered names and `shipped`, which the caller resolves itself. For a part that is not installed it has the
+    command that installs it.
+    """
+    path = registered(group).get(name)
+    if path is not None:
+        return path
+    if (part := _part_of(group, name)) is not None:
+        raise InvalidRequest(f"{part.package} is not installed: {install_hint(part.extra)}", param=param)
+    names = ", ".join(sorted({*registered(group), *shipped})) or "none"
+    hint = ", or an import path: package.module:attribute" if group in NAMED_BY_USERS else ""
+    raise InvalidRequest(f"no {group} are registered as {name!r}; there are: {names}{hint}", param=param)
+
+
+def _part_of(group: str, name: str) -> Part | None:
+    return next((part for part in PARTS if name in part.entries.get(group, {})), None)

@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import reduce
 from typing import Generic, TypeVar
@@ -113,15 +113,23 @@ class _Failure:
 
 
 class LoadedOnce(Generic[T]):
-    """Users' objects by import path, each loaded once, in a thread: a module's code may take long, or hang.
+    """Users' objects by name or import path, each loaded once, in a thread: a module's code may take long, or hang.
 
     Names are loaded at once where that runs no user code. A failure is kept for a minute, and raised at once to
     later callers. Bounded: the first loaded is dropped first.
     """
 
-    def __init__(self, load: Callable[[str], T], *, param: str, timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        """`load` takes an import path, or a name without a colon, which is the service's own."""
+    def __init__(
+        self,
+        load: Callable[[str], T],
+        *,
+        param: str,
+        timeout_s: float = LOAD_TIMEOUT_S,
+        shipped: Collection[str] = (),
+    ) -> None:
+        """`load` takes a registered name or an import path. Those in `shipped` are the service's own."""
         self._load = load
+        self._shipped = shipped
         self._param = param
         self._timeout_s = timeout_s
         self._tasks = OwnedTasks(f"load {param}")
@@ -129,7 +137,7 @@ class LoadedOnce(Generic[T]):
 
     async def get(self, name: str) -> T:
         """Return the object of a name. Raises InvalidRequest, whatever its code raised."""
-        if ":" not in name or _runs_no_code(name):
+        if name in self._shipped or _runs_no_code(name):
             return self._load(name)
         task = self._loading.get(name)
         if task is None or _is_forgotten(task):

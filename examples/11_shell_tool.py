@@ -1,7 +1,7 @@
 """A shell in a sandbox, with files from the task and a reward that runs hidden tests on them.
 
     workers:
-      tools: {shell: "agentloop_tools.shell:ShellTool"}
+      tools: {shell: shell}
 
 python examples/11_shell_tool.py http://127.0.0.1:8000
 """

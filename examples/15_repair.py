@@ -1,7 +1,7 @@
 """Repair a repository: the policy clones it in a sandbox, runs its tests and patches it; the answers are hidden.
 
     workers:
-      tools: {shell: "agentloop_tools.shell:ShellTool"}
+      tools: {shell: shell}
 
 python examples/15_repair.py http://127.0.0.1:8000
 """

@@ -28,6 +28,7 @@ own = (sys.base_prefix, sys.prefix)  # not the checkout, which an editable insta
 sys.path[:] = [str(ROOT), str(ROOT / "servers"), *(path for path in sys.path if path.startswith(own))]
 
 import torch
+from aiohttp import ClientSession
 from openai import AsyncOpenAI
 
 from agentloop.client.client import RolloutClient
@@ -56,6 +57,11 @@ async def main() -> None:
                 await sdk.chat.completions.create(model="policy", messages=said, max_tokens=16)
             await client.update_weights([("w", torch.zeros(1024))], version=1)
             assert (await client.status()).weight_version == 1
+            async with ClientSession(url) as http:
+                async with http.post("/pause_generation") as answer:
+                    assert (answer.status, "agentloop_contracts" in await answer.text()) == (404, True)
+                async with http.post("/generate", json={"input_ids": [1]}) as answer:
+                    assert answer.status == 400  # another server's form of the body
 
 
 for file in sorted([*Path("agentloop").rglob("*.py"), *Path("servers/agentloop_servers").rglob("*.py")]):

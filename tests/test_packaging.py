@@ -40,9 +40,33 @@ def test_the_wheel_holds_our_packages_and_no_generic_name(wheel):
     assert sum(name.endswith("py.typed") for name in wheel.namelist()) == 2 + len(PARTS)
 
 
-def test_the_command_is_installed(wheel):
-    entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert b"agentloop = agentloop_servers.cli:main" in wheel.read(entry_points)
+INSTALLED = """
+import importlib.metadata, importlib.util, os, sys
+site, own = sys.argv[1], (sys.base_prefix, sys.prefix)
+sys.path[:] = [site, *(path for path in sys.path if path.startswith(own))]
+from agentloop import parts
+ours, parts.PARTS = parts.PARTS, ()  # read the metadata alone
+for part in ours:
+    assert importlib.util.find_spec(part.package).origin.startswith(site), part.package
+    for group, entries in part.entries.items():
+        for name in entries:
+            assert parts.load(group, name, param="name") is not None
+[script] = [one for one in importlib.metadata.entry_points(group="console_scripts") if one.name == "agentloop"]
+sys.argv = ["agentloop", "--help"]
+script.load()()
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_that_is_installed_has_the_command_and_every_part(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", INSTALLED, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"serve", "view", "check-logprobs"} <= set(done.stdout.split())
 
 
 def test_the_entry_points_are_those_of_the_table():

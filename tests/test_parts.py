@@ -1,77 +1,150 @@
 """Optional parts: our table, packages of other authors, and the errors for a missing part."""
 
-import asyncio
+import importlib.metadata
+import shutil
 import subprocess
 import sys
-from contextlib import AsyncExitStack
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from agentloop import parts
-from agentloop.errors import InvalidRequest
-from agentloop.parts import COMMANDS, GROUP_PREFIX, PARTS, Part
-from agentloop_servers.sinks import begin_sinks, configured
-from tests.support.service.whole_service import simulated_config
+from agentloop.client import RolloutClient
+from agentloop.errors import InvalidRequest, ToolLost
+from agentloop.parts import COMMANDS, PARTS, Part
+from agentloop.rollout.environment import tasks_of
+from agentloop.rollout.tool import load_tools
+from agentloop.types import Message, RolloutTask, Trajectory
+from agentloop_servers.config.service import ServiceConfig
+from agentloop_servers.sinks import configured
+from agentloop_tools.shell import ShellTool
+from tests.support.service.whole_service import simulated_config, whole_service
 
-COMMAND = """
-import typer
-
-app = typer.Typer()
-
-
-@app.callback()
-def group() -> None:
-    ...
-
-
-@app.command()
-def replay(name: str) -> None:
-    print(f"replays {name}")
-"""
+ACME = Path(__file__).parent / "support" / "acme"
+CLI = "from agentloop_servers.cli import main; main()"
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with a small installed distribution of another author, which adds a command."""
-    (tmp_path / "acme.py").write_text(COMMAND)
-    metadata = tmp_path / "acme-1.0.dist-info"
+    """A folder into which the package of another author is installed."""
+    project = tomllib.loads((ACME / "pyproject.toml").read_text())["project"]
+    shutil.copytree(ACME / "acme", tmp_path / "site" / "acme")
+    metadata = tmp_path / "site" / "acme-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[{GROUP_PREFIX}{COMMANDS}]\nreplay = acme:app\n")
-    return tmp_path
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {path}" for name, path in entries.items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    return metadata.parent
 
 
-def agentloop(site: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    program = f"import sys; sys.path.append({str(site)!r}); from agentloop_servers.cli import main; main()"
+@pytest.fixture
+def acme(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package of another author, installed for this process."""
+    monkeypatch.syspath_prepend(site)
+    parts.registered.cache_clear()
+    yield
+    parts.registered.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Replaces the table of our parts."""
+
+    def replace(*own: Part) -> None:
+        monkeypatch.setattr(parts, "PARTS", own)
+        parts.registered.cache_clear()
+
+    yield replace
+    parts.registered.cache_clear()
+
+
+def run(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_command_of_another_package_runs_by_its_name(site):
-    assert agentloop(site, "replay", "run-7").stdout == "replays run-7\n"
-    assert "replay" in agentloop(site, "--help").stdout
+def agentloop(site: Path, *arguments: str) -> str:
+    done = run(f"import sys; sys.path.append({str(site)!r}); {CLI}", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_a_name_that_nothing_registers_is_refused_with_those_that_are():
-    with pytest.raises(InvalidRequest, match="'nothing'; there are: check-logprobs"):
+def acme_config(**changed: object) -> ServiceConfig:
+    return simulated_config(engine={"kind": "acme"}, replicas=1, **changed)
+
+
+async def rolled_out(config: ServiceConfig, run_dir: Path, *tasks: RolloutTask) -> list[Trajectory]:
+    async with whole_service(config, run_dir) as url, RolloutClient(url) as client:
+        return [record async for record in await client.submit(tasks)]
+
+
+def test_a_command_and_an_environment_of_another_package_run_by_their_names(site):
+    assert agentloop(site, "replay", "run-7") == "replays run-7\n"
+    assert "replay" in agentloop(site, "--help")
+    assert agentloop(site, "try", "shop").endswith("reward 8\n")
+
+
+async def test_a_rollout_with_an_engine_an_environment_and_a_sink_of_another_package(acme, tmp_path):
+    config = acme_config(sinks={"kept": {"prefix": "p"}}, workers={"tools": {"search": "search"}})
+    greeting = RolloutTask("greeting", (Message("user", "Hello."),), reward="polite", tools=("search",))
+    records = await rolled_out(config, tmp_path, *tasks_of("shop"), greeting)
+    assert sorted((one.task_id, one.reward) for one in records) == [("greeting", 0.25), ("order", 7.0)]
+    assert {turn.engine for one in records for turn in one.path.turns} == {"acme"}
+    from acme.kept import received  # noqa: PLC0415 - installed by the fixture
+
+    assert {name for name, _ in received} == {f"p/{tmp_path.name}"}
+    assert {one.task_id for _, one in received if isinstance(one, Trajectory)} == {"greeting", "order"}
+    assert received[-1][1] == "closed"
+
+
+async def test_names_that_nothing_registers_are_refused_with_those_that_are(acme, tmp_path):
+    async with whole_service(acme_config(), tmp_path) as url, RolloutClient(url) as client:
+        for given, known in (
+            (
+                {"environment": "bakery"},
+                "as 'bakery'; there are: shop, or an import path",
+            ),
+            ({"reward": "rude"}, "as 'rude'; there are: contains_reference, exact_match, polite, or an import"),
+        ):
+            with pytest.raises(InvalidRequest, match=known) as caught:
+                await client.submit([RolloutTask("t", (Message("user", "Hello."),), **given)])
+            assert caught.value.param == f"tasks.0.{next(iter(given))}"
+    with pytest.raises(ValueError, match="no engines are registered as 'other'; there are: acme"):
+        simulated_config(engine={"kind": "other"})
+    with pytest.raises(InvalidRequest, match="no tools are registered as 'saw'; there are: search"):
+        load_tools(["saw"], {})
+    with pytest.raises(InvalidRequest, match=r"registered as 'nothing'; there are: .*replay"):
         parts.load(COMMANDS, "nothing", param="command")
 
 
-def test_our_own_part_that_is_missing_or_lacks_a_package_names_its_extra(monkeypatch):
-    absent = Part("agentloop_absent", "absent", "not there", {COMMANDS: {"absent": "agentloop_absent:app"}})
-    broken = Part("agentloop", "broken", "lacks a package", {COMMANDS: {"broken": "no_such_package:app"}})
-    monkeypatch.setattr(parts, "PARTS", (absent, broken))
-    parts.registered.cache_clear()
-    try:
-        with pytest.raises(InvalidRequest, match=r"agentloop_absent is not installed: .*\[absent\]"):
-            parts.load(COMMANDS, "absent", param="command")
-        with pytest.raises(InvalidRequest, match=r"no module named 'no_such_package': .*\[broken\]"):
-            parts.load(COMMANDS, "broken", param="command")
-    finally:
-        parts.registered.cache_clear()
+async def test_a_shell_runs_in_sandboxes_of_another_package(acme):
+    with pytest.raises(ToolLost, match="no box is free"):
+        await ShellTool(sandboxes="boxes").new_sandbox(None)
+
+
+def test_an_engine_and_a_sink_check_their_own_settings(acme):
+    with pytest.raises(ValueError, match="acme runs on one device"):
+        simulated_config(engine={"kind": "acme", "tensor_parallel_size": 2})
+    with pytest.raises(InvalidRequest, match="settings of a sink"):
+        configured(simulated_config(sinks={"kept": {"suffix": "p"}}))
+
+
+def test_our_own_part_that_is_missing_or_lacks_a_package_names_its_extra(only):
+    only(
+        Part("agentloop_absent", "absent", "not there", {COMMANDS: {"absent": "agentloop_absent:app"}}),
+        Part("agentloop", "broken", "lacks a package", {COMMANDS: {"broken": "no_such_package:app"}}),
+    )
+    with pytest.raises(InvalidRequest, match=r"agentloop_absent is not installed: .*\[absent\]"):
+        parts.load(COMMANDS, "absent", param="command")
+    with pytest.raises(InvalidRequest, match=r"no module named 'no_such_package': .*\[broken\]"):
+        parts.load(COMMANDS, "broken", param="command")
 
 
 def test_every_entry_of_ours_loads():
@@ -81,41 +154,19 @@ def test_every_entry_of_ours_loads():
                 assert parts.load(group, name, param="name") is not None
 
 
-def test_a_sink_of_another_package_gets_its_settings_and_what_ends(monkeypatch):
-    given = []
-
-    class Kept:
-        class Settings(BaseModel, extra="forbid"):
-            prefix: str
-
-        def __init__(self, settings: Settings, run: str, model: str) -> None:
-            self._name = f"{settings.prefix}/{run}"
-
-        def give(self, ended: Any) -> None:
-            given.append((self._name, ended))
-
-        def close(self) -> None:
-            given.append((self._name, "closed"))
-
-    monkeypatch.setattr(parts, "load", lambda group, name, param: {"kept": Kept}[name])
-
-    async def run() -> None:
-        async with AsyncExitStack() as closing:
-            begin_sinks(simulated_config(sinks={"kept": {"prefix": "p"}}), Path("runs/r"), closing)("a record")
-
-    asyncio.run(run())
-    assert given == [("p/r", "a record"), ("p/r", "closed")]
-    with pytest.raises(InvalidRequest, match="settings of a sink"):
-        configured(simulated_config(sinks={"kept": {"suffix": "p"}}))
-
-
-def test_an_entry_of_ours_in_installed_metadata_is_absent_with_its_files(monkeypatch, site):
-    path = "agentloop_absent:app"
-    (site / "acme-1.0.dist-info" / "entry_points.txt").write_text(f"[{GROUP_PREFIX}{COMMANDS}]\nreplay = {path}\n")
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(parts, "PARTS", (Part("agentloop_absent", "absent", "", {COMMANDS: {"replay": path}}),))
+def test_without_metadata_the_table_is_read(monkeypatch):
+    """With PYTHONPATH alone, in a copied tree, or in a Ray runtime_env."""
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     parts.registered.cache_clear()
     try:
-        assert "replay" not in parts.registered(COMMANDS)
+        for part in PARTS:
+            for group, entries in part.entries.items():
+                assert parts.registered(group).items() >= entries.items()
     finally:
         parts.registered.cache_clear()
+
+
+def test_an_entry_of_ours_in_installed_metadata_is_absent_with_its_files(acme, only):
+    assert "replay" in parts.registered(COMMANDS)
+    only(Part("agentloop_absent", "absent", "", {COMMANDS: {"replay": "acme.replay:app"}}))
+    assert "replay" not in parts.registered(COMMANDS)

@@ -26,6 +26,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic_core import CoreSchema, core_schema, from_json
 
 from agentloop.api.annotations import AnnotationScope, SampleAnnotation, annotation_in
@@ -111,7 +112,10 @@ Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f
 ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Text = Annotated[str, Field(max_length=MAX_TASK_CONTENT_CHARS)]
-Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_sampleable)]
+_TEMPERATURES: JsonDict = {"anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE}]}
+Temperature = Annotated[
+    float, Field(ge=0, le=MAX_TEMPERATURE, json_schema_extra=_TEMPERATURES), AfterValidator(_sampleable)
+]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=0, le=MAX_TOP_K)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]

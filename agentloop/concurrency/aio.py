@@ -418,14 +418,14 @@ class LoopWatch:
 
 
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib"))
-_OURS = frozenset({"agentloop", "agentloop_servers", "agentloop_tools", "__main__"})
 _SWITCH_INTERVAL_S = 0.0001
 
 
 def _is_user_code(frame: FrameType) -> bool:
     """Return True for code that is neither agentloop's nor of an installed package."""
     name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-    return name.partition(".")[0] not in _OURS and not file.startswith(("<", *_LIBRARIES))
+    is_ours = name == "__main__" or name.startswith("agentloop")  # the core and its parts
+    return not is_ours and not file.startswith(("<", *_LIBRARIES))
 
 
 def tune_interpreter() -> None:

@@ -1,8 +1,8 @@
 """`Environment`: tasks, tools over one state, a user, an end and a score, in one class of an author's.
 
 Ownership: one object belongs to one trajectory. It is made, opened, asked, scored and closed by the trajectory's
-`ToolScope`, whose deadlines and results are those of tools. A task names the class by import path. Synchronous
-methods run in threads, one at a time; loops and rewards get the object itself.
+`ToolScope`, whose deadlines and results are those of tools. A task names the class by its registered name or import
+path. Synchronous methods run in threads, one at a time; loops and rewards get the object itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, ClassVar, TypeAlias
 
 import orjson
 
+from agentloop import parts
 from agentloop.concurrency.aio import call_user_code
 from agentloop.errors import InvalidRequest, ToolError
-from agentloop.plugins import made, resolve
+from agentloop.plugins import made
 from agentloop.rollout.models import ModelsPort, NoModels, OtherModel
 from agentloop.rollout.tool import FunctionTool, ToolSpec
 from agentloop.score import Score
@@ -256,8 +257,11 @@ class OpenEnvironment:
 
 
 def load_environment(path: str) -> LoadedEnvironment:
-    """Return the environment of an import path. Raises InvalidRequest with param "environment"."""
-    kind = resolve(path, param="environment")
+    """Return the environment of a registered name or import path.
+
+    Raises InvalidRequest with param "environment".
+    """
+    kind = parts.find(parts.ENVIRONMENTS, path, param="environment")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise InvalidRequest(f"{path!r} is no Environment, a class", param="environment")
     life_s = kind.open_timeout_s + kind.score_timeout_s + kind.close_timeout_s

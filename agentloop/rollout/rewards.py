@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
+from agentloop import parts
 from agentloop.concurrency.aio import UserTasks, call_user_code
 from agentloop.errors import InvalidRequest, RewardError, error_line
-from agentloop.plugins import resolve
 from agentloop.rollout.models import ModelsPort, NoModels, judge_score
 from agentloop.rollout.tool import ToolSession
 from agentloop.score import Score, resolved, score_of
@@ -76,14 +76,13 @@ SHIPPED_REWARDS: dict[str, RewardFunction] = {
 
 
 def load_reward(name_or_path: str) -> RewardFunction:
-    """Return a shipped reward by name, or one by import path. Raises InvalidRequest with param "reward"."""
+    """Return a shipped or registered reward by name, or one by import path.
+
+    Raises InvalidRequest with param "reward".
+    """
     if name_or_path in SHIPPED_REWARDS:
         return SHIPPED_REWARDS[name_or_path]
-    if ":" not in name_or_path:
-        shipped = ", ".join(SHIPPED_REWARDS)
-        text = f"unknown reward {name_or_path!r}. Shipped: {shipped}; or an import path, package.module:attribute"
-        raise InvalidRequest(text, param="reward")
-    found = resolve(name_or_path, param="reward")
+    found = parts.find(parts.REWARDS, name_or_path, param="reward", shipped=SHIPPED_REWARDS)
     if not callable(found):
         raise InvalidRequest(f"{name_or_path!r} is not a function", param="reward")
     return cast(RewardFunction, found)

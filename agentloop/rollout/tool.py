@@ -17,9 +17,10 @@ from typing import Any, Protocol, cast, overload, runtime_checkable
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from agentloop import parts
 from agentloop.concurrency.aio import call_user_code
 from agentloop.errors import InvalidRequest, Overloaded, ToolError
-from agentloop.plugins import made, resolve
+from agentloop.plugins import made
 from agentloop.score import Score
 from agentloop.types import JSON, RolloutTask
 
@@ -257,25 +258,20 @@ def tool(
     return make if function is None else make(function)
 
 
-def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
-    """Return the tools that a configuration names: keys of `shipped` (name to import path) and import paths.
+def load_tools(names: Sequence[str], configured: Mapping[str, str]) -> list[Tool]:
+    """Return the tools of these names, which `configured` maps to registered names or import paths.
 
-    Raises InvalidRequest with param "tools".
+    A name that it does not have is one of these itself. Raises InvalidRequest with param "tools".
     """
-    for name in names:
-        if ":" not in name and name not in shipped:
-            known = ", ".join(shipped) or "none"
-            text = f"unknown tool {name!r}. Shipped: {known}; or an import path, package.module:attribute"
-            raise InvalidRequest(text, param="tools")
-    return [tool for name in names for tool in tools_at(shipped.get(name, name))]
+    return [tool for name in names for tool in tools_at(configured.get(name, name))]
 
 
 def tools_at(path: str) -> list[Tool]:
-    """Return the tools at an import path: a Tool, a ToolSet, or a maker of one without arguments.
+    """Return the tools of a registered name or import path: a Tool, a ToolSet, or a maker of one without arguments.
 
     Raises InvalidRequest with param "tools".
     """
-    found = resolve(path, param="tools")
+    found = parts.find(parts.TOOLS, path, param="tools")
     refusal = f"{path!r} is neither a tool (see @tool) nor makes one"
     if not _is_tool(found) and callable(found):
         found = made(found, refusal, param="tools")

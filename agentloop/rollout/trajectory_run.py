@@ -48,9 +48,17 @@ from agentloop.rendering.port import Renderer
 from agentloop.rollout.budget import Budget, LimitReached, StalenessGuard
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.environment import LoadedEnvironment, load_environment
-from agentloop.rollout.loops import AgentLoop, ResumableLoop, load_loop
+from agentloop.rollout.loops import SHIPPED_LOOPS, AgentLoop, ResumableLoop, load_loop
 from agentloop.rollout.models import JUDGE_TIMEOUT_S, ModelsPort, NoModels
-from agentloop.rollout.rewards import RewardFunction, Weighted, function_of, load_reward, score, takes
+from agentloop.rollout.rewards import (
+    SHIPPED_REWARDS,
+    RewardFunction,
+    Weighted,
+    function_of,
+    load_reward,
+    score,
+    takes,
+)
 from agentloop.rollout.tool import EndEpisode
 from agentloop.rollout.toolbox import MAX_REASON_BYTES, Toolbox, ToolScope, capped
 from agentloop.rollout.turn_journal import RunJournal, TurnJournal, fingerprint
@@ -114,8 +122,12 @@ class RunParts:
     journal: TurnJournal | None = None  # None: what a dead worker ran begins at the start
     models: ModelsPort = field(default_factory=NoModels)  # beside the policy
     newest: NewestVersions = field(default_factory=lambda: defaultdict(NewestVersion))
-    loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
-    rewards: LoadedOnce[RewardFunction] = field(default_factory=lambda: LoadedOnce(load_reward, param="reward"))
+    loops: LoadedOnce[AgentLoop] = field(
+        default_factory=lambda: LoadedOnce(load_loop, param="loop", shipped=SHIPPED_LOOPS)
+    )
+    rewards: LoadedOnce[RewardFunction] = field(
+        default_factory=lambda: LoadedOnce(load_reward, param="reward", shipped=SHIPPED_REWARDS)
+    )
     environments: LoadedOnce[LoadedEnvironment] = field(
         default_factory=lambda: LoadedOnce(load_environment, param="environment")
     )

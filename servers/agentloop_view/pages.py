@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
-from agentloop_servers.http.routes import RouteContext
+from agentloop_servers.ingress.routes import RouteContext
 
 PAGES_FOLDER = Path(__file__).parent / "static"
 

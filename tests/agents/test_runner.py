@@ -131,7 +131,7 @@ async def test_a_failed_reward_loses_no_trajectory(service: FakeSessions) -> Non
 
 async def test_an_unknown_reward_is_told_before_anything_runs(service: FakeSessions) -> None:
     async with RolloutClient(service.url) as client:
-        with pytest.raises(InvalidRequest, match="unknown reward"):
+        with pytest.raises(InvalidRequest, match="no rewards are registered as 'nonsense'"):
             await run_agents(client, AgentProgram.load(f"{AGENTS}:ask"), tasks_of(1, reward="nonsense"))
     assert not service.sessions
 

@@ -42,7 +42,7 @@ from agentloop_servers.processes.engine_parts import build_engine
 from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
 from tests.gpu.policy import service_config, show_gpus, write_policy
-from tests.servers.sglang_group_trainer import SglangTrainer
+from tests.parts.contracts.sglang_group_trainer import SglangTrainer
 
 UPDATE_AT = 0.4  # of an undisturbed run's duration
 MIN_EQUAL = 0.5  # of prompts, where batches round differently; wrong weights make nearly all differ

@@ -89,7 +89,7 @@ def test_load_reward() -> None:
     assert load_reward("exact_match") is exact_match
     assert load_reward("agentloop.rollout.rewards:contains_reference") is contains_reference
     for name, text in (
-        ("no_such", "Shipped: exact_match, contains_reference"),
+        ("no_such", "there are: contains_reference, exact_match, or an import path"),
         ("agentloop.rollout.rewards:no_such", "no attribute"),
         ("agentloop.rollout.rewards:SHIPPED_REWARDS", "is not a function"),
     ):
@@ -288,5 +288,5 @@ async def test_a_part_that_fails_or_has_no_reward_fails_the_whole() -> None:
     found, problem = await score(Weighted(answer=(1.0, "exact_match")), task(None), record())
     assert found is None
     assert "has no reference" in (problem or "")
-    with pytest.raises(InvalidRequest, match="unknown reward"):
+    with pytest.raises(InvalidRequest, match="no rewards are registered as 'no_such'"):
         Weighted(answer=(1.0, "no_such"))

@@ -547,9 +547,9 @@ def test_a_factorys_own_refusal_passes_through() -> None:
     assert caught.value.param == "key"
 
 
-def test_load_tools_knows_shipped_names_and_import_paths() -> None:
-    shipped = {"shout": f"{__name__}:shout"}
-    assert load_tools(["shout", f"{__name__}:make_shout"], shipped) == [shout, shout]
-    with pytest.raises(InvalidRequest, match=r"unknown tool 'whisper'\. Shipped: shout") as caught:
-        load_tools(["shout", "whisper"], shipped)
+def test_load_tools_knows_configured_names_and_import_paths() -> None:
+    configured = {"shout": f"{__name__}:shout"}
+    assert load_tools(["shout", f"{__name__}:make_shout"], configured) == [shout, shout]
+    with pytest.raises(InvalidRequest, match="no tools are registered as 'whisper'; there are: ") as caught:
+        load_tools(["shout", "whisper"], configured)
     assert caught.value.param == "tools"

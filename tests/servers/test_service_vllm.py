@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
+from tests.servers.test_sglang_dialect import Sample, SlimeLikeTrainer
 
 from agentloop.api.coordinator import ServiceStatus
 from agentloop.client.client import RolloutClient
@@ -32,7 +33,6 @@ from tests.parts.traces.test_spans import attributes_of
 from tests.parts.traces.test_tracing import Receiver, receiving
 from tests.servers.processes import deployed
 from tests.servers.recompute import POLICY, logprobs
-from tests.servers.test_sglang_dialect import Sample, SlimeLikeTrainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -1,12 +1,12 @@
 """The `shell` tool: commands in a sandbox for each trajectory, which its reward can look at.
 
-Isolation, and what it leaves out: that of its `Sandboxes`, `sandbox/bubblewrap.py` where none are given. A host
-that cannot give it has no such tool: its construction says why, and so does `agentloop doctor`. So it is not among
-those that every worker has: a config names it, `workers.tools: {shell: "agentloop_tools.shell:ShellTool"}`.
+Isolation and its limits: those of its `Sandboxes`, by default `sandbox/bubblewrap.py`. On a host that cannot
+isolate commands its construction fails with the reason, which `agentloop doctor` shows too. So it is no default
+tool: a config enables it with `workers.tools: {shell: shell}`.
 
 State: a folder, `/task`, and the session of a shell: its current folder, its exported variables, processes in the
-background. The folder begins with what the task brings (`tool_setup: {"shell": {...}}`, see ShellSetup). A
-trajectory whose worker died goes on with its folder as it was after its last turn, if that is no more than
+background. The folder begins with the task's files (`tool_setup: {"shell": {...}}`, see ShellSetup). A
+trajectory whose worker died continues with its folder as it was after its last turn, if that is no more than
 MAX_STATE_BYTES as a tar file, and with a new session.
 
 A reward function with a parameter `tools` finds the ShellSession there: `grade` runs a hidden test in a copy of the
@@ -21,10 +21,10 @@ from pathlib import PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentloop import parts
 from agentloop.errors import InvalidRequest, ToolError
 from agentloop.rollout.tool import ToolSpec, parameters_schema, validated
 from agentloop.types import JSON, RolloutTask
-from agentloop_tools.sandbox.bubblewrap import Bubblewrap
 from agentloop_tools.sandbox.commands import answer, tar_of
 from agentloop_tools.sandbox.grading import Grade, grade
 from agentloop_tools.sandbox.port import (
@@ -75,7 +75,7 @@ class ShellTool:
         *,
         name: str = "shell",
         limits: SandboxLimits = DEFAULT_LIMITS,
-        sandboxes: Sandboxes | None = None,
+        sandboxes: Sandboxes | str = "bubblewrap",
         image: str | None = None,
         images: Sequence[str] = (),
         max_concurrency: int = 16,
@@ -83,9 +83,12 @@ class ShellTool:
     ) -> None:
         """`image` is the software of sandboxes whose task names none of `images`, which are patterns (`fnmatch`).
 
-        Raises InvalidRequest, with param "tools", where the host cannot isolate commands."""
+        `sandboxes` may be a registered name or an import path of a maker without arguments. Raises InvalidRequest,
+        with param "tools", where the host cannot isolate commands."""
         self._limits = limits
-        self._sandboxes: Sandboxes = Bubblewrap() if sandboxes is None else sandboxes
+        self._sandboxes: Sandboxes = (
+            parts.find(parts.SANDBOXES, sandboxes, param="tools")() if isinstance(sandboxes, str) else sandboxes
+        )
         self._image = image
         self._images = images
         self.spec = ToolSpec(

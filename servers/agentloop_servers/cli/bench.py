@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from agentloop import parts
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.errors import InvalidRequest
 from agentloop.observability.logs import configure_logging
@@ -166,10 +167,10 @@ def _chosen(tasks: list[RolloutTask], wanted: str) -> list[RolloutTask]:
 
 
 def _tools(tasks: list[RolloutTask], given: list[str] | None) -> list[Tool]:
-    """Return the tools that tasks name: shipped ones, and those of the command line. Raises InvalidRequest."""
+    """Return the tools that tasks name: registered ones, and those of the command line. Raises InvalidRequest."""
     names = sorted({name for task in tasks for name in task.tools})
-    shipped = cast(dict[str, str], resolve("agentloop_tools:SHIPPED_TOOLS", param="tools")) if names else {}
-    known = shipped | dict(one.partition("=")[::2] for one in given or ())
+    known = parts.registered(parts.TOOLS) | parts.registered(parts.DEFAULT_TOOLS)
+    known |= dict(one.partition("=")[::2] for one in given or ())
     if missing := [name for name in names if name not in known]:
         raise InvalidRequest(
             f"tasks name the tool {missing[0]!r}: say --tool {missing[0]}=my_tools:it", param="tool"

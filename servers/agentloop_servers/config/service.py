@@ -10,7 +10,6 @@ import ctypes
 import datetime
 import difflib
 import hashlib
-import importlib.util
 import ipaddress
 import json
 import os
@@ -21,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -35,8 +34,9 @@ from pydantic import (
     model_validator,
 )
 
+from agentloop import parts
 from agentloop.errors import CheckpointUnreadable, InvalidRequest
-from agentloop.plugins import AllowedImports, resolve
+from agentloop.plugins import AllowedImports
 from agentloop.types import KVPolicy
 from agentloop.values.vocabulary import tokenizer_json
 from agentloop_servers.config.engines import (
@@ -142,7 +142,7 @@ class WorkerSettings(_Strict):
     max_processes: Annotated[int, Field(ge=1)] = 32
     """With isolation: the trajectories that a worker runs at once."""
     tools: dict[str, str] = {}
-    """Tools beside the shipped ones: name to import path."""
+    """Tools in addition to the default ones: name to registered name (`shell`) or import path."""
     allowed_imports: list[ModuleName] | None = None
     """The modules that tasks may name; left out: none where users have keys, else any."""
     silent_after_s: Annotated[float, Field(ge=5)] = 15.0
@@ -619,10 +619,8 @@ class ServiceConfig(ModelConfig):
 
     @property
     def tools(self) -> dict[str, str]:
-        """The import paths of tools by the names that tasks use: the shipped ones, if installed, and its own."""
-        has_shipped = importlib.util.find_spec("agentloop_tools") is not None
-        shipped = resolve("agentloop_tools:SHIPPED_TOOLS", param="workers.tools") if has_shipped else {}
-        return {**cast(dict[str, str], shipped), **self.workers.tools}
+        """The tools of workers by the names that tasks use: the default ones, and those of `workers.tools`."""
+        return {**parts.registered(parts.DEFAULT_TOOLS), **self.workers.tools}
 
     def model_path(self) -> Path:
         """The model's folder, absolute. Raises InvalidRequest if there is none."""

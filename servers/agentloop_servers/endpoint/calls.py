@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from starlette.responses import Response
 from agentloop.api.owners import own_id, shown_id
 from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
+from agentloop.chat.scores import check_num_scores
 from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, Gone, InvalidRequest, ModelNotFound, SessionNotFound
 from agentloop.generation.turn_reader import TurnPiece
@@ -29,6 +31,7 @@ from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
 from agentloop.types import Generation
 from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import caller_of, names_session, session_name
 from agentloop_servers.http.guard import envelope_of, error_response, traceparent_of
 from agentloop_servers.http.responses import in_time, json_response, unless_client_leaves, unread_response
@@ -256,6 +259,28 @@ async def find_referenced_session(
         return await in_time(finding, endpoint.limits.registry_timeout_s, "the session was not found in time")
     except (SessionNotFound, Gone):
         return None
+
+
+async def score_calls(
+    request: Request,
+    endpoint: Endpoint,
+    token_calls: TokenCalls,
+    asked: Sequence[ChatCall | None],
+    affinity: str | None = None,
+    *,
+    param: str,
+) -> list[Generation] | None:
+    """Return the scores of these calls' prompts, computed concurrently, without the calls that are None.
+
+    Returns None if the client has left.
+    """
+    owner, calls = caller_of(request).owner, [bounded(request, call) for call in asked if call is not None]
+    check_num_scores(calls, param)
+    score = partial(token_calls.score, affinity=affinity, owner=owner, prompt_param=param)
+    with ExitStack() as places:
+        for _ in calls:
+            places.enter_context(endpoint.hold_call_place(owner))
+        return await unless_client_leaves(request, side_by_side(list(map(score, calls))))
 
 
 async def off_loop_if_long(to_call: Callable[[], ChatCall], num_messages: int) -> ChatCall:

@@ -1,9 +1,7 @@
-"""The routes of model calls and what goes with them, one table for all dialects.
+"""The routes of model calls, tokens and scores, one table for all dialects.
 
-All stand at the root and under `/sessions/{session_id}`. They hold no state but caches: a call's life is in
-`calls.py`, what a body means in `agentloop/chat/`. What Anthropic's routes answer, errors too, is as its clients
-read it. vLLM's token route samples without a record where neither path nor key names a session: there the header
-`X-Session-ID` only says which calls run on the same replica, as long as it serves and has room.
+Most routes exist at the root and under `/sessions/{session_id}`. They hold no state but caches: `calls.py` runs a
+call, `agentloop/chat/` reads and writes the dialects. Anthropic's routes write errors as its clients read them.
 """
 
 from __future__ import annotations
@@ -11,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 from starlette.responses import Response
 
 from agentloop.api.coordinator import seen_adapters
 from agentloop.api.requests import TokenScoreBody
-from agentloop.chat import anthropic, openai_completions, responses, vllm_tokens
+from agentloop.chat import anthropic, openai_completions, responses
 from agentloop.chat import openai as openai_chat
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.body_cache import BodyCache
@@ -33,33 +30,29 @@ from agentloop.chat.fields import read_body
 from agentloop.chat.openai_bodies import CallBase, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.chat.sampling import template_kwargs
-from agentloop.chat.scores import check_num_scores, score_call, scores_of
-from agentloop.chat.vllm_tokens import TokensBody
-from agentloop.concurrency.aio import side_by_side
+from agentloop.chat.scores import score_call, scores_of
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.rendering.renderer import off_loop
-from agentloop.types import Generation, SamplingParams, TokenScores
+from agentloop.types import SamplingParams, TokenScores
 from agentloop_servers.endpoint.calls import (
-    MAX_AFFINITY_CHARS,
     adapter_of,
-    affinity_of,
     answer_call,
     answer_calls,
-    bounded,
     call_adapter,
     check_model,
     find_or_create_session,
     find_referenced_session,
     json_of_replies,
     off_loop_if_long,
+    score_calls,
     stream_call,
 )
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
-from agentloop_servers.http.auth import SESSION_HEADER, Keys, authenticate, caller_of, names_session, require_user
+from agentloop_servers.http.auth import Keys, authenticate, caller_of, names_session, require_user
 from agentloop_servers.http.guard import json_body, read_json_body, speaks
-from agentloop_servers.http.openapi import ERROR_SCHEMA, OBJECT, STREAMED, add_route, answered, errors
-from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
+from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, add_route, answered, errors
+from agentloop_servers.http.responses import json_response, unread_response
 from agentloop_servers.http.sse import DONE, sse
 
 AskedCompletion = Annotated[CompletionBody, Depends(json_body(CompletionBody, read_body))]
@@ -68,9 +61,7 @@ Detokenize = Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody, read_bo
 AskedResponse = Annotated[ResponsesBody, Depends(json_body(ResponsesBody, read_body))]
 AskedMessage = Annotated[MessagesBody, Depends(json_body(MessagesBody, read_body))]
 Counted = Annotated[CountTokensBody, Depends(json_body(CountTokensBody, read_body))]
-Tokens = Annotated[TokensBody, Depends(json_body(TokensBody, read_body))]
 Scored = Annotated[TokenScoreBody, Depends(json_body(TokenScoreBody))]
-AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)]
 
 _ANTHROPIC_HEADER = "anthropic-version"
 
@@ -170,7 +161,6 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
             responses=errors(_MESSAGES_ERROR),
             tags=["openai"],
         ),
-        "vllm": APIRouter(dependencies=[is_authenticated], responses={**errors(), **OBJECT}, tags=["vllm"]),
         "scores": APIRouter(dependencies=[is_authenticated], responses=errors(), tags=["scores"]),
     }
     calls: list[tuple[str, str, Any, type[Any], Any, dict[int | str, dict[str, Any]] | None]] = [
@@ -180,7 +170,6 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
         ("responses", "/v1/responses", routes.create_response, ResponsesBody, None, None),
         ("messages", "/v1/messages", routes.create_message, MessagesBody, None, _STREAMED_ANSWER),
         ("messages", "/v1/messages/count_tokens", routes.count_tokens, CountTokensBody, TokenCount, None),
-        ("vllm", "/inference/v1/generate", routes.generate, TokensBody, None, None),
     ]
     # Routes that do not look for a session: one in the path must be the caller's all the same.
     others: list[tuple[str, str, Any, type[Any] | None, Any]] = [
@@ -203,7 +192,6 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
             add_route(
                 tags["models"], "GET", f"{prefix}{path}", handler, None, shown, dependencies=own if prefix else None
             )
-    add_route(tags["vllm"], "POST", "/finish_session", routes.finish_affinity)
     add_route(tags["scores"], "POST", "/score", routes.score, TokenScoreBody, responses=answered(list[TokenScores]))
     whole = APIRouter()
     for part in tags.values():
@@ -273,7 +261,7 @@ class CallRoutes:
             raise UnsupportedParameter("an echo is in no session's record", param="echo")
         model, decode, now = self._endpoint.chat_model, self._endpoint.renderer.decode, self._endpoint.unix_time()
         asked = [openai_completions.echo_call(body, ids, model) for ids in prompts]
-        found = await self._scored(request, [call for call in asked if call is not None], param="prompt")
+        found = await score_calls(request, self._endpoint, self._token_calls, asked, param="prompt")
         if found is None:
             return unread_response()
         scores = iter(found)
@@ -297,22 +285,10 @@ class CallRoutes:
             score_call(tuple(one.token_ids), one.start, body.top_k, model, demand, param="prompts")
             for one in body.prompts
         ]
-        found = await self._scored(request, [call for call in asked if call is not None], param="prompts")
+        found = await score_calls(request, self._endpoint, self._token_calls, asked, param="prompts")
         if found is None:
             return unread_response()
         return await json_of_replies(found, lambda: list(map(scores_of, found)))
-
-    async def _scored(
-        self, request: Request, calls: Sequence[ChatCall], affinity: str | None = None, *, param: str
-    ) -> list[Generation] | None:
-        """Return the scores of these calls, made side by side; None if the client has left."""
-        check_num_scores(calls, param)
-        owner, calls = caller_of(request).owner, [bounded(request, call) for call in calls]
-        score = partial(self._token_calls.score, affinity=affinity, owner=owner, prompt_param=param)
-        with ExitStack() as places:
-            for _ in calls:
-                places.enter_context(self._endpoint.hold_call_place(owner))
-            return await unless_client_leaves(request, side_by_side(list(map(score, calls))))
 
     async def render(self, request: Request) -> Response:
         """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
@@ -405,49 +381,6 @@ class CallRoutes:
             render = self._endpoint.renderer.render
             num_tokens = len(await asyncio.to_thread(render, messages, tools, arguments))
         return json_response(TokenCount(num_tokens))
-
-    # --- vLLM's token route ---
-
-    async def generate(self, request: Request, body: Tokens) -> Response:
-        """Token ids in, token ids with logprobs and spans of weight versions out, as vLLM's route of this name."""
-        endpoint, caller = self._endpoint, caller_of(request)
-        call = vllm_tokens.to_call(body, endpoint.chat_model)
-        asked = vllm_tokens.prompt_call(body, endpoint.chat_model)
-        render = partial(
-            vllm_tokens.render_tokens,
-            body=body,
-            request_id=body.request_id or uuid.uuid4().hex,
-            created_at=int(endpoint.unix_time()),
-            model=body.model or endpoint.model_name,
-        )
-        if "session_id" in request.path_params or caller.session_id is not None:
-            if asked is not None:
-                raise UnsupportedParameter(
-                    "scores are in no session's record", param="sampling_params.prompt_logprobs"
-                )
-            return await answer_call(
-                request, endpoint, call, None, lambda result: render([node.reply for node in result.choices], None)
-            )
-        if body.model is not None:
-            await call_adapter(request, endpoint, body.model)
-        names = request.headers.getlist(SESSION_HEADER)
-        affinity = affinity_of(request, endpoint, names, SESSION_HEADER)
-        scores = await self._scored(request, [] if asked is None else [asked], affinity, param="token_ids")
-        score = scores[0] if scores else None
-        with endpoint.hold_call_place(caller.owner):
-            sampling = self._token_calls.sample(bounded(request, call), affinity, caller.owner)
-            replies = await unless_client_leaves(request, sampling)
-        if replies is None:
-            return unread_response()
-        return await json_of_replies(replies, lambda: render(replies, score))
-
-    async def finish_affinity(self, request: Request, session_id: AffinityName) -> Response:
-        """Give back the place of the calls that named this session in their header, as SkyRL's routers do.
-
-        Nothing else ends by it: a recorded session is finished by its own route.
-        """
-        affinity = affinity_of(request, self._endpoint, [session_id], SESSION_HEADER)
-        return json_response({"finished": affinity is not None and self._token_calls.finish(affinity)})
 
     # --- models and tokens ---
 

@@ -41,6 +41,7 @@ from agentloop.errors import (
     WeightVersionNotServed,
 )
 from agentloop.observability.metrics import MetricsTally
+from agentloop.parts import PARTS, ROUTES
 from agentloop.values.checks import is_loopback
 from agentloop_servers.http.bodies import LONG_BODY_BYTES, MIN_BYTES_PER_S, SLOW_GRACE_S, LongBodies
 
@@ -177,8 +178,10 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        absent = [part.package for part in PARTS if ROUTES in part.entries and not part.is_there]
+        hint = f" Optional parts with more paths are not installed: {', '.join(absent)}." if absent else ""
         kinds: dict[int, AgentLoopError] = {
-            404: NotFound(f"there is no path {request.url.path[:200]!r}; models are called under /v1"),
+            404: NotFound(f"there is no path {request.url.path[:200]!r}; models are called under /v1.{hint}"),
             405: MethodNotAllowed(f"{request.method} is not possible here"),
         }
         known = kinds.get(error.status_code)

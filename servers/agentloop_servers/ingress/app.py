@@ -27,19 +27,16 @@ from agentloop.observability.metrics import MetricsTally
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint, ServedBeside
-from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.endpoint.shards import HeldElsewhere
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from agentloop_servers.http.auth import SESSION_HEADER, Caller, Keys, SessionKey, caller_of
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
-from agentloop_servers.http.routes import RouteContext, registered_routers
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
 from agentloop_servers.ingress.records import RecordRoutes, TokenLabels
 from agentloop_servers.ingress.rollouts import RolloutRoutes
+from agentloop_servers.ingress.routes import RouteContext, registered_routers
 from agentloop_servers.ingress.seeing import SeeingRoutes
-from agentloop_servers.ingress.sglang_control import SglangControlRoutes
-from agentloop_servers.ingress.vllm_control import VllmControlRoutes
 
 MODELS_PATH = "/models"
 """Below it are the models beside the policy, each with all routes of its own."""
@@ -77,7 +74,7 @@ def create_app(
     an unknown loop or reward, a tool outside `tool_names` or a module outside `allowed_imports` is refused at the
     submit. Images may be files within `image_roots`. `nodes_without` returns the hosts that do not see a directory;
     it blocks. `labels` are for the records' routes; `model` has the weights that engines begin with. With an
-    `endpoint` agents and vLLM's and SGLang's clients are served too; the caller starts and closes its sessions.
+    `endpoint` agents are served too; the caller starts and closes its sessions.
 
     `others` are the apps of other models, each below `/models/NAME`. Such an app `is_inside` this one, which guards
     it, and the caller enters its lifespan.
@@ -88,9 +85,8 @@ def create_app(
     else:
         tally, reporter = endpoint.sessions.parts.tally, endpoint.sessions.reporter  # theirs to close
     leases = CallLeases(coordinator, connect, reporter, config=config, tally=tally)
-    images, sglang = tuple(image_roots), _sglang_calls(endpoint, leases)
     rollouts = RolloutRoutes(
-        coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports, sglang, others, is_inside
+        coordinator, keys, leases, limits, tool_names, endpoint, [*image_roots], allowed_imports, others, is_inside
     )
     admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without, model)
 
@@ -105,11 +101,12 @@ def create_app(
     opened_by = _no_session_keys if endpoint is None else endpoint.sessions.keys.opened_by
     turns = partial(keys.turn_user, opened_by=opened_by)
     app = _empty_app(keys, turns, limits, tally, lifespan, is_inside=is_inside)
-    if endpoint is not None and sglang is not None:
-        _include_endpoint(app, endpoint, keys, sglang, coordinator, admin, others)
-    routers = [rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)]
-    routers += [*SeeingRoutes(coordinator).routers(keys), RecordRoutes(coordinator, labels, keys).router()]
-    for router in routers + registered_routers(RouteContext(coordinator, keys, limits)):
+    token_calls = None if endpoint is None else _include_endpoint(app, endpoint, keys, leases, others)
+    context = RouteContext(coordinator, keys, limits, admin, endpoint, token_calls)
+    routers = registered_routers(context)
+    routers += [rollouts.open_routes(), rollouts.generate_route(context.generate_dialects), rollouts.user_routes()]
+    routers += [admin.router(keys), *SeeingRoutes(coordinator).routers(keys)]
+    for router in [*routers, RecordRoutes(coordinator, labels, keys).router()]:
         app.include_router(router)
     describe(app)
     return app
@@ -140,23 +137,14 @@ def _empty_app(
     return app
 
 
-def _sglang_calls(endpoint: Endpoint | None, leases: CallLeases) -> SglangCalls | None:
-    if endpoint is None:
-        return None
-    limits = TokenCallLimits(score_share=endpoint.limits.score_share)
-    return SglangCalls(endpoint, TokenCalls(endpoint.sessions.parts, leases, limits))
-
-
 def _include_endpoint(
     app: FastAPI,
     endpoint: Endpoint,
     keys: Keys,
-    sglang: SglangCalls,
-    coordinator: FrontPort,
-    admin: AdminRoutes,
+    leases: CallLeases,
     others: Mapping[str, FastAPI],
-) -> None:
-    """Add the routes for agents and the dialects' control verbs, first: most requests are theirs.
+) -> TokenCalls:
+    """Add the routes for agents, first: most requests are theirs. Returns the unrecorded calls of this process.
 
     A handler that raises HeldElsewhere is answered by the process that it names, and one that raises ServedBeside
     by the model's app.
@@ -173,16 +161,13 @@ def _include_endpoint(
 
     app.add_exception_handler(HeldElsewhere, forward)
     app.add_exception_handler(ServedBeside, pass_on)
-    app.include_router(routes_calls.router(endpoint, keys, sglang.token_calls))
-    controls = (
-        VllmControlRoutes(coordinator, admin, endpoint),
-        SglangControlRoutes(coordinator, admin, sglang, endpoint),
-    )
-    for routes in (sglang, *controls):
-        app.include_router(routes.router(keys))
+    limits = TokenCallLimits(score_share=endpoint.limits.score_share)
+    token_calls = TokenCalls(endpoint.sessions.parts, leases, limits)
+    app.include_router(routes_calls.router(endpoint, keys, token_calls))
     app.include_router(routes_sessions.router(endpoint, keys))
     for name, other in others.items():
         app.mount(f"{MODELS_PATH}/{name}", other)
+    return token_calls
 
 
 class _OfModel(Response):

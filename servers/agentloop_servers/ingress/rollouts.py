@@ -18,6 +18,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParam
 from starlette.responses import Response
 
+from agentloop import parts
 from agentloop.api.coordinator import (
     FrontPort,
     Page,
@@ -35,12 +36,12 @@ from agentloop.api.requests import (
     MAX_WAIT_S,
     AcknowledgeBody,
     AnnotateBody,
+    GenerateBody,
     JudgeBody,
     SubmitBody,
 )
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.chat.fields import read_body
-from agentloop.chat.sglang import GenerateCallBody, SglangBody
 from agentloop.errors import (
     AgentLoopError,
     Forbidden,
@@ -51,15 +52,13 @@ from agentloop.errors import (
 )
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.plugins import AllowedImports
-from agentloop.rollout.environment import load_environment
 from agentloop.rollout.loops import load_loop
 from agentloop.rollout.models import unknown_model
-from agentloop.rollout.rewards import load_reward
+from agentloop.rollout.rewards import SHIPPED_REWARDS
 from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
 from agentloop.values import codec
 from agentloop_servers.endpoint import routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.http.auth import Keys, authenticate, caller_of, names_session
 from agentloop_servers.http.guard import HttpLimits, json_body, traceparent_of
 from agentloop_servers.http.openapi import add_route, answered, errors
@@ -70,13 +69,13 @@ from agentloop_servers.http.responses import (
     unless_client_leaves,
     unread_response,
 )
+from agentloop_servers.ingress.routes import GenerateDialect, generate_body
 
 T = TypeVar("T")
 
 READINESS_AGE_S = 1.0
 READINESS_TIMEOUT_S = 2.0
 
-Generate = Annotated[GenerateCallBody, Depends(json_body(GenerateCallBody, read_body))]
 Acknowledge = Annotated[AcknowledgeBody, Depends(json_body(AcknowledgeBody))]
 Annotate = Annotated[AnnotateBody, Depends(json_body(AnnotateBody))]
 Submit = Annotated[SubmitBody, Depends(json_body(SubmitBody))]
@@ -139,12 +138,10 @@ class RolloutRoutes:
         endpoint: Endpoint | None = None,
         image_roots: Sequence[Path] = (),
         allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
-        sglang: SglangCalls | None = None,
         models: Collection[str] = (),
         is_beside: bool = False,
     ) -> None:
         """`models` are the names of models next to the policy; `is_beside` if this is one of them."""
-        self._sglang = sglang
         self._models = models
         self._is_beside = is_beside
         self._allowed_imports = allowed_imports
@@ -166,15 +163,27 @@ class RolloutRoutes:
             router.add_api_route(path, self.health, response_model=Health, responses={503: {"model": Health}})
         return router
 
-    def generate_route(self) -> APIRouter:
+    def generate_route(self, dialects: Collection[GenerateDialect]) -> APIRouter:
         """Return the route of direct generation; with an endpoint, sessions' keys open it too."""
+        form = generate_body(dialects)
+        read = json_body(form, read_body)
+        answers = {one.body: one.answer for one in dialects}
+
+        async def generate(request: Request) -> Response:
+            """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session.
+
+            Optional parts add other forms of the body, each with its own answer.
+            """
+            body = (await read(request)).root
+            return await answers.get(type(body), self.generate)(request, body)
+
         is_user = (
             self._keys.require_user
             if self._endpoint is None
             else authenticate(self._keys, self._endpoint.sessions.keys.opened_by)
         )
         router = APIRouter(dependencies=[Depends(is_user)], responses=errors(), tags=["rollouts"])
-        add_route(router, "POST", "/generate", self.generate, GenerateCallBody, responses=answered(Generation))
+        add_route(router, "POST", "/generate", generate, form, responses=answered(Generation))
         return router
 
     def user_routes(self) -> APIRouter:
@@ -214,16 +223,8 @@ class RolloutRoutes:
         rest = {"rollouts": rollouts, "users": users, **codec.to_builtins(found)}
         return json_response({**codec.to_builtins(status), **rest})
 
-    async def generate(self, request: Request, either: Generate) -> Response:
-        """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session.
-
-        With `input_ids` or `text` in place of `token_ids` the call and its answer are SGLang's.
-        """
-        body = either.root
-        if isinstance(body, SglangBody):
-            if self._sglang is None:
-                raise UnsupportedParameter("this service has no endpoint for agents", param="input_ids")
-            return await self._sglang.generate(request, body)
+    async def generate(self, request: Request, body: GenerateBody) -> Response:
+        """Answer a body in the service's own form."""
         if self._sessions is not None and names_session(request):
             return await self._sessions.generate(request, body)
         if self._num_direct_calls >= self._limits.max_direct_calls:
@@ -331,7 +332,7 @@ class RolloutRoutes:
         return tasks
 
     def _check_names(self, body: SubmitBody) -> None:
-        """Refuse what no worker could run. Import paths are not resolved: a task's own code runs in workers."""
+        """Refuse what no worker could run. No user code is imported here: a task's own code runs in workers."""
         for index, task in enumerate(body.tasks):
             try:
                 self._allowed_imports.check(task.loop, param="loop")
@@ -340,14 +341,14 @@ class RolloutRoutes:
                 if task.environment is not None:
                     self._allowed_imports.check(task.environment, param="environment")
                     if ":" not in task.environment:
-                        load_environment(task.environment)
+                        parts.path_of(parts.ENVIRONMENTS, task.environment, param="environment")
                 if isinstance(task.reward, JudgeBody):
                     if task.reward.model not in self._models:
                         raise unknown_model(task.reward.model, self._models, "reward.model")
-                elif task.reward is not None:
+                elif task.reward is not None and task.reward not in SHIPPED_REWARDS:
                     self._allowed_imports.check(task.reward, param="reward")
                     if ":" not in task.reward:
-                        load_reward(task.reward)
+                        parts.path_of(parts.REWARDS, task.reward, param="reward", shipped=SHIPPED_REWARDS)
             except (InvalidRequest, Forbidden, NotFound) as error:
                 raise type(error)(error.message, param=f"tasks.{index}.{error.param}") from error
             objection = None if self._endpoint is None else self._endpoint.renderer.facts.tools_objection

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentloop import parts
 from agentloop.errors import ToolError
 from agentloop.rollout.tool import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.types import ToolCall
-from agentloop_tools import SHIPPED_TOOLS
 from agentloop_tools.python import MAX_SOURCE_BYTES, PythonSession, PythonTool, with_value_printed
 
 TOO_MUCH = "MemoryError: more than 32 MiB of memory or 256 KiB of output"
@@ -74,8 +74,8 @@ def test_the_definition_is_exact() -> None:
 
 
 def test_every_shipped_tool_loads_under_its_name() -> None:
-    tools = load_tools(list(SHIPPED_TOOLS), SHIPPED_TOOLS)
-    assert [tool.spec.name for tool in tools] == list(SHIPPED_TOOLS)
+    registered = parts.registered(parts.DEFAULT_TOOLS)
+    assert [tool.spec.name for tool in load_tools(list(registered), registered)] == list(registered)
 
 
 # --- answers ----------------------------------------------------------------------------------------------

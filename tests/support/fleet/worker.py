@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from agentloop import parts
 from agentloop.engine.interface import Engine
 from agentloop.observability.metrics import MetricsTally
 from agentloop.parsers.by_name import get_parser
@@ -16,7 +17,6 @@ from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop.types import Message, RolloutTask
-from agentloop_tools import SHIPPED_TOOLS
 from tests.support.engine.scripted import RENDERER, SPEC
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 
@@ -42,7 +42,8 @@ async def running_worker(
     """A worker at work on what the coordinator hands out, over started engines by URL, with more tools if given."""
     for engine in engines.values():
         await engine.start()
-    toolbox = Toolbox([*load_tools(tuple(SHIPPED_TOOLS), SHIPPED_TOOLS), *tools])
+    default = parts.registered(parts.DEFAULT_TOOLS)
+    toolbox = Toolbox([*load_tools(list(default), default), *tools])
     worker = Worker(
         "w",
         coordinator,

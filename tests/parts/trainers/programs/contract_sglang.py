@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 import torch
 from safetensors.torch import load_file
+from tests.servers.test_sglang_dialect import Sample, SlimeLikeTrainer
 from verbs import NEVER, serve
 
+from tests.parts.contracts.sglang_group_trainer import SglangTrainer
 from tests.servers.recompute import POLICY
-from tests.servers.sglang_group_trainer import SglangTrainer
-from tests.servers.test_sglang_dialect import Sample, SlimeLikeTrainer
 
 
 class Sglang:

@@ -24,6 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from agentloop import parts
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, UpdateReport
 from agentloop.client.rollout import load_tasks
 from agentloop.concurrency.clock import RealClock
@@ -40,7 +41,6 @@ from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
-from agentloop_tools import SHIPPED_TOOLS
 from tests.servers.recompute import POLICY, logprobs
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -132,7 +132,7 @@ async def service(
     await coordinator.replicas.register(
         ReplicaRegistration(REPLICA, "local://", engine.info, engine.weight_version)
     )
-    toolbox = Toolbox(load_tools(tuple(SHIPPED_TOOLS), SHIPPED_TOOLS))
+    toolbox = Toolbox(load_tools(list(tools := parts.registered(parts.DEFAULT_TOOLS)), tools))
     renderer = TemplateRenderer.from_directory(POLICY / "v0")
     worker = Worker(
         "worker-0",

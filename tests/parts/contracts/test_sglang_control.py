@@ -10,8 +10,8 @@ import pytest
 
 from agentloop.errors import Conflict
 from agentloop.types import PauseMode
+from agentloop_contracts.sglang_control import REFUSED
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.ingress.sglang_control import REFUSED
 from tests.support.endpoint.chat_service import MODEL, ChatService, chat_service
 
 GETS = ["/flush_cache", "/get_weight_version", "/model_info", "/get_model_info", "/server_info", "/get_server_info"]

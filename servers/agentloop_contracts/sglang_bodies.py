@@ -11,7 +11,7 @@ tokens (`skip_special_tokens`); ids are always all that were sampled. Weight ver
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
@@ -21,13 +21,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    RootModel,
     Tag,
     ValidationInfo,
     model_validator,
 )
 
-from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, GenerateBody, Json, VersionDemandBody
+from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, Json, VersionDemandBody
 from agentloop.chat.call import Answer, ChatCall, ChatModel
 from agentloop.chat.choices import TokenTexts
 from agentloop.chat.fields import Ignored, Model, Refused, by_shape, refused, unsupported
@@ -208,19 +207,6 @@ class SglangBody(Body):
             return list(map(tuple, batch))
         texts = self.text if isinstance(self.text, list) else [self.text or ""]
         return [tuple(tokens.ids(text)) for text in texts]
-
-
-def _dialect(value: Any) -> str:
-    names = value.keys() if isinstance(value, Mapping) else ()
-    return "~sglang" if "token_ids" not in names and ("input_ids" in names or "text" in names) else "~ours"
-
-
-class GenerateCallBody(RootModel[Any]):
-    """The body of `POST /generate`: SGLang's with `input_ids` or `text`, the service's own with `token_ids`."""
-
-    root: Annotated[
-        Annotated[GenerateBody, Tag("~ours")] | Annotated[SglangBody, Tag("~sglang")], Discriminator(_dialect)
-    ]
 
 
 def error_body(error: AgentLoopError) -> Answer:

@@ -16,20 +16,14 @@ from starlette.responses import Response
 
 from agentloop.api.coordinator import FrontPort, ServiceStatus
 from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, Version, WakeBody
-from agentloop.chat import sglang
 from agentloop.chat.fields import Ignored, Refused, read_body, refused
 from agentloop.engine.interface import GroupBackend, GroupInit, Packing, TransferPart
 from agentloop.errors import AgentLoopError, Conflict, UnsupportedParameter
 from agentloop.types import KVPolicy
-from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.endpoint.sglang_calls import SglangCalls
-from agentloop_servers.http.auth import Keys
-from agentloop_servers.http.guard import json_body, speaks
-from agentloop_servers.http.openapi import OBJECT, add_route, errors
-from agentloop_servers.http.responses import json_response
-from agentloop_servers.ingress.admin import AdminRoutes
-from agentloop_servers.ingress.vllm_control import GROUP as VLLM_GROUP
-from agentloop_servers.ingress.vllm_control import (
+from agentloop_contracts import sglang_bodies
+from agentloop_contracts.sglang_calls import SglangCalls
+from agentloop_contracts.vllm_control import GROUP as VLLM_GROUP
+from agentloop_contracts.vllm_control import (
     DtypeName,
     TensorLists,
     VersionText,
@@ -38,6 +32,12 @@ from agentloop_servers.ingress.vllm_control import (
     refuse,
     version_text,
 )
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.guard import json_body, speaks
+from agentloop_servers.http.openapi import OBJECT, add_route, errors
+from agentloop_servers.http.responses import json_response
+from agentloop_servers.ingress.admin import AdminRoutes
 
 REFUSED = {
     "/update_weights_from_tensor": "handles of GPU memory are not taken; push with `RolloutClient.update_weights`",
@@ -346,4 +346,4 @@ def _sync_state(status: ServiceStatus) -> str:
 
 
 def _failure(error: AgentLoopError) -> dict[str, Any]:
-    return {"success": False, "message": error.message, **sglang.error_body(error)}
+    return {"success": False, "message": error.message, **sglang_bodies.error_body(error)}

@@ -10,9 +10,9 @@ import pytest
 
 from agentloop.errors import Conflict
 from agentloop.types import PauseMode
+from agentloop_contracts.vllm_control import REFUSED
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.admin import ModeRules
-from agentloop_servers.ingress.vllm_control import REFUSED
 from tests.support.endpoint.chat_service import MODEL, ChatService, chat_service
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}

@@ -21,12 +21,10 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from agentloop.api.requests import Body
-from agentloop.chat import sglang
 from agentloop.chat.call import ChatCall
 from agentloop.chat.choices import TokenTexts
 from agentloop.chat.fields import Ignored, read_body
 from agentloop.chat.scores import check_num_scores
-from agentloop.chat.sglang import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
 from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.leased_engine import AbortSwitch
@@ -34,6 +32,8 @@ from agentloop.generation.turn_reader import TurnPiece
 from agentloop.rendering.renderer import off_loop
 from agentloop.trajectory.node import Reply
 from agentloop.types import Generation
+from agentloop_contracts import sglang_bodies
+from agentloop_contracts.sglang_bodies import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
 from agentloop_servers.endpoint.calls import affinity_of, bounded, call_adapter, event_stream, json_of_replies
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
@@ -88,13 +88,13 @@ class SglangCalls:
 
     def __init__(self, endpoint: Endpoint, token_calls: TokenCalls) -> None:
         self._endpoint = endpoint
-        self.token_calls = token_calls
+        self._token_calls = token_calls
         self._texts = TokenTexts(endpoint.renderer)
         self._open: set[_OpenCall] = set()
 
     async def generate(self, request: Request, body: SglangBody) -> Response:
         """Sample a prompt or a batch: whole, or with `stream` as events that have all that there is so far."""
-        request.scope["state"]["envelope"] = sglang.error_body
+        request.scope["state"]["envelope"] = sglang_bodies.error_body
         endpoint, caller = self._endpoint, caller_of(request)
         if caller.session_id is not None:
             raise UnsupportedParameter("this form of the call is in no session's record", param="input_ids")
@@ -105,8 +105,8 @@ class SglangCalls:
         prompts = await off_loop(num_chars, lambda: body.prompts(endpoint.renderer))
         calls = []
         for place, (rid, prompt) in enumerate(zip(body.rids(uuid.uuid4().hex), prompts, strict=True)):
-            call = bounded(request, sglang.to_call(body, prompt, endpoint.chat_model))
-            asked = sglang.prompt_call(body, prompt, endpoint.chat_model)
+            call = bounded(request, sglang_bodies.to_call(body, prompt, endpoint.chat_model))
+            asked = sglang_bodies.prompt_call(body, prompt, endpoint.chat_model)
             scored = None if asked is None else bounded(request, asked)
             switches = tuple(AbortSwitch() for _ in range(body.num_choices))
             calls.append(_OpenCall(rid, caller.owner, call, scored, place, switches))
@@ -135,7 +135,7 @@ class SglangCalls:
     def router(self, keys: Keys) -> APIRouter:
         """Return the routes beside `/generate`. A user's key reaches the user's own calls, an admin's all."""
         router = APIRouter(
-            dependencies=[Depends(keys.require_user), Depends(speaks(sglang.error_body))],
+            dependencies=[Depends(keys.require_user), Depends(speaks(sglang_bodies.error_body))],
             responses={**errors(), **OBJECT},
             tags=["sglang"],
         )
@@ -203,10 +203,10 @@ class SglangCalls:
             param = "text" if body.input_ids is None else "input_ids"
             shared, score, switches = (affinity, call.owner), None, call.switches
             if (asked := call.score_call) is not None:
-                score = await self.token_calls.score(asked, *shared, prompt_param=param, switch=switches[0])
+                score = await self._token_calls.score(asked, *shared, prompt_param=param, switch=switches[0])
             if body.sampling_params.max_tokens == 0:
-                return [(score, sglang.unsampled(score))] * len(switches)
-            replies = await self.token_calls.sample(
+                return [(score, sglang_bodies.unsampled(score))] * len(switches)
+            replies = await self._token_calls.sample(
                 call.chat_call,
                 *shared,
                 prompt_param=param,
@@ -278,4 +278,4 @@ def _has_tokens(reply: Reply) -> bool:
 
 
 def _error_event(error: AgentLoopError) -> bytes:
-    return sse(sglang.error_body(error)) + DONE
+    return sse(sglang_bodies.error_body(error)) + DONE

@@ -11,7 +11,7 @@ import aiohttp
 from tests.support.service.whole_service import simulated_config, whole_site
 
 GENERATE = "/inference/v1/generate"
-WEIGHTS = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v1"
+WEIGHTS = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v1"
 NEVER = {"2": -100}  # the stop token
 
 

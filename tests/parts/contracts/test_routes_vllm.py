@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from agentloop.chat import vllm_tokens
 from agentloop.chat.call import ChatCall, ChatModel
-from agentloop.chat.vllm_tokens import TokensBody
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseReporter
 from agentloop.types import GenerateRequest, Generation
+from agentloop_contracts import vllm_tokens
+from agentloop_contracts.vllm_tokens import TokensBody
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from agentloop_servers.http.auth import Keys

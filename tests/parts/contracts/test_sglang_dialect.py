@@ -24,7 +24,7 @@ from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.processes.engine_parts import build_engine
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
 
-WEIGHTS = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v1"
+WEIGHTS = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v1"
 
 
 @dataclass
@@ -234,7 +234,7 @@ async def test_a_trainers_group_brings_weights_while_a_call_goes_on(
     async with site_of(tmp_path) as site:
         order = json.dumps({"folder": str(WEIGHTS), "version": 7, "rounds": 2, **options})
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.servers.sglang_group_trainer", site.trainers[1].url, order),
+            *(sys.executable, "-m", "tests.parts.contracts.sglang_group_trainer", site.trainers[1].url, order),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

@@ -1,6 +1,6 @@
-"""A trainer with a broadcast group of its own that speaks SGLang's verbs, as slime and Miles do; gloo for NCCL.
+"""A trainer with its own broadcast group that speaks SGLang's verbs, as slime and Miles do; gloo for NCCL.
 
-python -m tests.servers.sglang_group_trainer URL ORDER
+python -m tests.parts.contracts.sglang_group_trainer URL ORDER
     ORDER (JSON): {"folder": a checkpoint, "version": the first, "rounds": 1, "parts": 1, "is_flat": false,
         "has_session": false}
     stdout: the served version after each round, a line for each

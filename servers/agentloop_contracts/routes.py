@@ -1,0 +1,32 @@
+"""The part's registration: its routes, and SGLang's form of the body of `POST /generate`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from agentloop_contracts.sglang_bodies import SglangBody
+from agentloop_contracts.sglang_calls import SglangCalls
+from agentloop_contracts.sglang_control import SglangControlRoutes
+from agentloop_contracts.vllm_calls import VllmCalls
+from agentloop_contracts.vllm_control import VllmControlRoutes
+from agentloop_servers.ingress.routes import GenerateDialect, RouteContext
+
+
+def contracts(context: RouteContext) -> APIRouter:
+    """Return the routes of both dialects; a service without an endpoint for agents has none of them."""
+    router = APIRouter()
+    endpoint, token_calls, keys = context.endpoint, context.token_calls, context.keys
+    if endpoint is None or token_calls is None:
+        return router
+    sglang, coordinator, admin = SglangCalls(endpoint, token_calls), context.coordinator, context.admin
+    context.generate_dialects.append(
+        GenerateDialect("sglang", frozenset({"input_ids", "text"}), SglangBody, sglang.generate)
+    )
+    for routes in (
+        VllmCalls(endpoint, token_calls),
+        sglang,
+        VllmControlRoutes(coordinator, admin, endpoint),
+        SglangControlRoutes(coordinator, admin, sglang, endpoint),
+    ):
+        router.include_router(routes.router(keys))
+    return router

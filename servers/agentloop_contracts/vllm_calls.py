@@ -1,0 +1,95 @@
+"""Calls of vLLM's dialect: `POST /inference/v1/generate`, and the route that releases the slot of related calls.
+
+A call whose path or key names a session is recorded there. Any other call is unrecorded, and the header
+`X-Session-ID` only names calls that run on the same replica, as long as that replica serves and has room.
+"""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from agentloop.chat.fields import read_body
+from agentloop.errors import UnsupportedParameter
+from agentloop_contracts import vllm_tokens
+from agentloop_contracts.vllm_tokens import TokensBody
+from agentloop_servers.endpoint.calls import (
+    MAX_AFFINITY_CHARS,
+    affinity_of,
+    answer_call,
+    bounded,
+    call_adapter,
+    json_of_replies,
+    score_calls,
+)
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.token_calls import TokenCalls
+from agentloop_servers.http.auth import SESSION_HEADER, Keys, authenticate, caller_of
+from agentloop_servers.http.guard import json_body
+from agentloop_servers.http.openapi import OBJECT, add_route, errors
+from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
+
+Tokens = Annotated[TokensBody, Depends(json_body(TokensBody, read_body))]
+AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)]
+
+
+class VllmCalls:
+    """The dialect's calls of one process."""
+
+    def __init__(self, endpoint: Endpoint, token_calls: TokenCalls) -> None:
+        self._endpoint = endpoint
+        self._token_calls = token_calls
+
+    def router(self, keys: Keys) -> APIRouter:
+        """Return the routes, open to user keys and to the keys of sessions."""
+        is_authenticated = Depends(authenticate(keys, self._endpoint.sessions.keys.opened_by))
+        router = APIRouter(dependencies=[is_authenticated], responses={**errors(), **OBJECT}, tags=["vllm"])
+        for prefix in ("", "/sessions/{session_id}"):
+            add_route(router, "POST", f"{prefix}/inference/v1/generate", self.generate, TokensBody)
+        add_route(router, "POST", "/finish_session", self.finish_affinity)
+        return router
+
+    async def generate(self, request: Request, body: Tokens) -> Response:
+        """Token ids in, token ids with logprobs and spans of weight versions out, as vLLM's route of this name."""
+        endpoint, caller = self._endpoint, caller_of(request)
+        call = vllm_tokens.to_call(body, endpoint.chat_model)
+        asked = vllm_tokens.prompt_call(body, endpoint.chat_model)
+        render = partial(
+            vllm_tokens.render_tokens,
+            body=body,
+            request_id=body.request_id or uuid.uuid4().hex,
+            created_at=int(endpoint.unix_time()),
+            model=body.model or endpoint.model_name,
+        )
+        if "session_id" in request.path_params or caller.session_id is not None:
+            if asked is not None:
+                raise UnsupportedParameter(
+                    "scores are in no session's record", param="sampling_params.prompt_logprobs"
+                )
+            return await answer_call(
+                request, endpoint, call, None, lambda result: render([node.reply for node in result.choices], None)
+            )
+        if body.model is not None:
+            await call_adapter(request, endpoint, body.model)
+        names = request.headers.getlist(SESSION_HEADER)
+        affinity = affinity_of(request, endpoint, names, SESSION_HEADER)
+        scores = await score_calls(request, endpoint, self._token_calls, [asked], affinity, param="token_ids")
+        score = scores[0] if scores else None
+        with endpoint.hold_call_place(caller.owner):
+            sampling = self._token_calls.sample(bounded(request, call), affinity, caller.owner)
+            replies = await unless_client_leaves(request, sampling)
+        if replies is None:
+            return unread_response()
+        return await json_of_replies(replies, lambda: render(replies, score))
+
+    async def finish_affinity(self, request: Request, session_id: AffinityName) -> Response:
+        """Release the slot of the calls that named this session in their header, as SkyRL's routers do.
+
+        Nothing else ends by it: a recorded session is finished by its own route.
+        """
+        affinity = affinity_of(request, self._endpoint, [session_id], SESSION_HEADER)
+        return json_response({"finished": affinity is not None and self._token_calls.finish(affinity)})

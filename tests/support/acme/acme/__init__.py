@@ -1,0 +1,1 @@
+"""A package that extends agentloop by its entry points alone."""
