@@ -415,7 +415,6 @@ OWNERS: dict[str, set[str]] = {
         "agentloop.fleet.late_replicas",  # a replica that is behind
         "agentloop.rollout.worker",  # the hand-in of a record
         "agentloop_servers.cli.run",  # the push of a run
-        "agentloop_servers.coordinator.client",  # calls of the coordinator
     },
     r"\b_?connect\([^)]*\)\.(generate|stream)\(": {
         "agentloop.generation.leased_engine",

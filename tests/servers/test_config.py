@@ -13,7 +13,7 @@ from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.scheduling.balancer import BalancerConfig
 from agentloop.scheduling.replica_books import ShareBounds
 from agentloop_servers.app import application, build
-from agentloop_servers.config.service import Mode, ModelSizes, ServiceConfig, model_sizes
+from agentloop_servers.config.service import Mode, ModelSizes, ServiceConfig, located, model_sizes
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.local import start_ray
@@ -386,3 +386,10 @@ def test_a_kv_cache_below_one_context_is_refused_with_the_longest_context_that_f
         checked(256, max_context_tokens=5761)
     assert checked(182, dtype="bfloat16").max_context_tokens == 8192
     assert checked(1, changed={"sliding_window": 512}).max_context_tokens == 8192  # the engine decides
+
+
+def test_a_relative_path_outside_the_working_directory_is_in_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert located("servers/simulated.yaml") == Path(__file__).parents[2] / "servers" / "simulated.yaml"

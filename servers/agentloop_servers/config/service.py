@@ -48,7 +48,7 @@ from agentloop_servers.config.engines import (
     kv_bytes_per_token,
 )
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 """Where relative paths of a config are looked for when the working directory has no such path."""
 
 IMPORT_PATH = "agentloop_servers.app:build"
