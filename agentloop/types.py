@@ -312,7 +312,7 @@ class RolloutTask(SamplingOptions):
 class OnStale(StrEnum):
     """The handling of a trajectory with tokens that are older, in weight versions, than its run allows.
 
-    No option interrupts a turn. docs/trainers.md compares them.
+    No option interrupts a turn. docs/guides/trainers.md compares them.
     """
 
     DROP = "drop"  # its tokens are discarded, and its sample is rolled out again
@@ -507,7 +507,7 @@ class TokenPath:
         It has all tokens of a turn with a grammar (engines do not report where it allowed several tokens) or with a
         logit bias other than 0, and the first `min_tokens` of a turn with stop tokens, which are banned there.
         Penalties and truncation also change the distribution; the turn's `sampling` has them, and they are not in
-        this mask. See docs/distribution.md.
+        this mask. See docs/guides/distribution.md.
         """
         constrained = np.zeros(len(self.response_ids), np.bool_)
         for turn in self.turns:

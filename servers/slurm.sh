@@ -4,7 +4,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --signal=B:TERM@120
-# A Ray cluster over the nodes of a Slurm job, and agentloop on the first: docs/cluster.md.
+# A Ray cluster over the nodes of a Slurm job, and agentloop on the first: docs/guides/cluster.md.
 # usage: sbatch servers/slurm.sh [what `agentloop serve` takes]; without it --config servers/cluster.yaml
 # The environment, AGENTLOOP_KEY and AGENTLOOP_ADMIN_KEY too, is the one that sbatch was called in. RUNS is a folder on each
 # node's own disk, at the same path; never a shared one.

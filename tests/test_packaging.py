@@ -189,7 +189,7 @@ def test_every_installation_hint_works_in_a_checkout_and_names_no_package_of_the
 
 
 def test_every_table_row_of_a_page_belongs_to_a_table():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         lines = ["", *page.read_text().splitlines()]
         for above, line, below in zip(lines, lines[1:], [*lines[2:], ""], strict=False):
             begins = line.startswith("|") and not above.startswith("|")
@@ -199,17 +199,24 @@ def test_every_table_row_of_a_page_belongs_to_a_table():
 def test_the_index_has_each_page_and_each_link_leads_somewhere():
     docs, link = ROOT / "docs", re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")
     index = (docs / "README.md").read_text()
-    assert {page.name for page in docs.glob("*.md")} - {"README.md"} == set(link.findall(index)) - {
-        "../README.md",
-        "../CHANGELOG.md",
-    }
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"README.md"}
+    assert pages == set(link.findall(index)) - {"../README.md", "../CHANGELOG.md"}
+    assert pages == set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)) - {"README.md"}
     assert "docs/README.md" in link.findall((ROOT / "README.md").read_text())
-    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *docs.glob("*.md")):
+    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *docs.rglob("*.md")):
         for target in link.findall(page.read_text()):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
     measured = "its span's version |", "all v0 |"  # in logprobs.md alone
-    assert not any(row in (docs / "learning.md").read_text() for row in measured)
+    assert not any(row in (docs / "guides" / "learning.md").read_text() for row in measured)
     assert (ROOT / "LICENSE").read_text().split()[:4] == ["Apache", "License", "Version", "2.0,"]
+
+
+def test_every_page_that_a_file_names_exists():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in tracked.split():
+        if name.endswith((".py", ".md", ".yaml", ".toml")) or name == "Makefile":
+            for page in re.findall(r"\bdocs/[\w/-]+\.md", (ROOT / name).read_text()):
+                assert (ROOT / page).is_file(), f"{name}: {page}"
 
 
 PIP_SAYS = """Collecting aiohttp==3.12 (from -r lock (line 1))

@@ -129,5 +129,5 @@ def test_without_a_path_the_messages_are_the_task_s() -> None:
 
 def test_a_record_without_a_path_says_why() -> None:
     dropped = replace(make_trajectory(), paths=(), stop_reason=StopReason.STALE, error="dropped: too old")
-    with pytest.raises(NotFound, match="sample 0 of group 'g-0' has no path: its stop reason is stale: dropped: too old"):
+    with pytest.raises(NotFound, match="sample 0 of group 'g-0' has no path: its stop reason is stale: dropped"):
         _ = dropped.path

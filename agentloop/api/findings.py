@@ -145,7 +145,7 @@ def _of_service(status: ServiceStatus) -> Iterator[Finding]:
     if status.store is not None and status.store.error:
         latest = "its pointer" if status.store.latest is None else f"version {status.store.latest}"
         text = f"the store of versions is not followed to {latest}: {status.store.error}"
-        yield Finding(Cause.STORE, text, "the fleet serves on, and tries again; see docs/contracts.md")
+        yield Finding(Cause.STORE, text, "the fleet serves on, and tries again; see docs/guides/contracts.md")
     if status.num_workers == 0 and (num_queued := sum(one.num_queued for one in status.rollouts)):
         text = f"{num_queued} samples wait, and there is no worker"
         yield Finding(Cause.NO_WORKER, text, "look at service.log: why do workers not start?")

@@ -31,7 +31,7 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """The store and the run, and the form of versions. See docs/contracts.md."""
+    """The store and the run, and the form of versions. See docs/guides/contracts.md."""
 
     store: str
     run: str

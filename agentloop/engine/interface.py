@@ -172,7 +172,7 @@ TrainerOrder: TypeAlias = GroupOrder | PullVersion
 
 @dataclass(frozen=True, slots=True)
 class PublishedSource:
-    """A run's published versions in a store: a directory, or what fsspec knows by its URL (docs/contracts.md)."""
+    """A run's published versions in a store: a directory or a URL of fsspec (docs/guides/contracts.md)."""
 
     store: str
     run: str

@@ -1,4 +1,4 @@
-"""Versions, recorded logprobs and exact ids, measured for their worth: `docs/learning.md` shows the results.
+"""Versions, recorded logprobs and exact ids, measured for their worth: `docs/guides/learning.md` shows the results.
 
     python -m examples.train.ablations --arms sync,stale4 --seeds 3 --into runs/arms
     python -m examples.train.curves runs/arms

@@ -2,7 +2,7 @@
 
 The paths, bodies and answers are those of SGLang 0.5 (`entrypoints/http_server.py`). Each does what the admin route
 of the same purpose does, on the whole fleet, and needs the admin key as that does. A verb that fails says `success:
-false` beside its error. `docs/contracts.md` says what differs.
+false` beside its error. `docs/guides/contracts.md` says what differs.
 """
 
 from __future__ import annotations

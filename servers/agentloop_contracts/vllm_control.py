@@ -2,7 +2,7 @@
 
 The paths, parameters and answers are those of vLLM 0.32 (`entrypoints/rl/online`, `serve/dev`, `serve/lora`), and
 prime-rl's `/update_weights {weight_dir}`. Each does what the admin route of the same purpose does, on the whole
-fleet, and needs the admin key as that does. `docs/vllm-dialect.md` says what differs.
+fleet, and needs the admin key as that does. `docs/guides/vllm-dialect.md` says what differs.
 
 The native weight transfer (`/init_weight_transfer_engine` to `/finish_weight_update`) is one of a group over all
 replicas (`agentloop/fleet/trainer_groups.py`), by NCCL or by CUDA IPC handles.

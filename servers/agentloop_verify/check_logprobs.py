@@ -3,8 +3,8 @@
 Each token is computed again under the version that its span names; for trajectories of several versions also as if
 all of it were of the oldest, or the newest: what a trainer that keeps one version for a trajectory would see. How
 many trajectories a decode and an encode would change stands beside it. Left out, and counted by reason, is what no
-plain softmax can give again: see `docs/logprobs.md`. The checkpoints compute as a trainer does, by transformers, or
-as the run's engine did, quantised like it.
+plain softmax can give again: see `docs/guides/logprobs.md`. The checkpoints compute as a trainer does, by
+transformers, or as the run's engine did, quantised like it.
 """
 
 from __future__ import annotations

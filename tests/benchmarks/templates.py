@@ -1,6 +1,6 @@
 """Published chat templates: which of them a service takes, and for what the others are refused.
 
-    python -m tests.benchmarks.templates FOLDER... [--table docs/models.md]
+    python -m tests.benchmarks.templates FOLDER... [--table docs/guides/models.md]
 
 Each distinct `.jinja` file in the folders gets a model folder: a tokenizer of ours with the marks that the template
 writes, and the end of turn that it uses. `served` is a template that a service starts with and whose plain chats

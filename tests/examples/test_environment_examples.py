@@ -84,7 +84,7 @@ def test_the_shipped_policy_knows_the_tool_of_refusals():
 
 
 async def test_the_shop_of_the_page_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    page = (EXAMPLES.parent / "docs" / "environments.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "guides" / "environments.md").read_text()
     (tmp_path / "page_env.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     assert await validate("page_env:Shop") == []

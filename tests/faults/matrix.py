@@ -1,6 +1,6 @@
 """The table of faults and bad input: what must happen in each case, and the tests that make it happen.
 
-python -m tests.faults.matrix     # writes docs/faults.md
+python -m tests.faults.matrix     # writes docs/reference/faults.md
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "reference" / "faults.md"
 _SCHEDULES = "faults/test_schedules.py::test_schedules"
 _SERVICE = "servers/test_service.py::test_"
 _DEPLOY = "servers/test_deploy.py::test_a_service_that_is_deployed_again_goes_on_where_it_was"

@@ -71,7 +71,7 @@ def _listening(pid: int) -> Iterator[tuple[str, int, str]]:
 
 def documented() -> list[tuple[str, str]]:
     """Return the table of ports of the docs: the port, and the listeners there."""
-    text = (ROOT / "docs" / "cluster.md").read_text()
+    text = (ROOT / "docs" / "guides" / "cluster.md").read_text()
     table = text.partition("| port | listener | reached from |\n")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
     return [(port, listener) for port, listener, _ in rows]

@@ -1,4 +1,4 @@
-"""`docs/configuration.md` is generated: `python -m tests.servers.test_config_reference` writes it anew."""
+"""`python -m tests.servers.test_config_reference` writes `docs/reference/configuration.md`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pydantic.fields import FieldInfo
 from agentloop_servers.config.engines import EngineConfig, EngineEntry
 from agentloop_servers.config.service import NamedModel, ServiceConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 HEAD = """# Configuration
 
-Every key of a service's YAML file, generated from the models that check it. A key that is not here is refused. The
-pages on [operations](operations.md), [models](models.md) and [engines](engines.md) say when to set one.
+Every key of a service's YAML file, for operators. The page is generated from the models that validate the file;
+other keys are refused. [Operations](../guides/operations.md), [models](../guides/models.md) and
+[engines](../guides/engines.md) explain when to set a key.
 """
 
 

@@ -111,7 +111,7 @@ def test_it_names_no_image_and_no_secret_of_anyones():
     names = set(re.findall(r"YOUR_\w+", MANIFEST.read_text())) - {"YOUR_"}
     assert names == {"YOUR_IMAGE", "YOUR_MODEL", "YOUR_MODELS"}
     assert "Secret" not in PARTS
-    docs = (ROOT / "docs" / "cluster.md").read_text()
+    docs = (ROOT / "docs" / "guides" / "cluster.md").read_text()
     secrets = {CLUSTER["authOptions"]["secretName"]}
     secrets |= {one["secret"]["secretName"] for one in HEAD["spec"]["volumes"] if "secret" in one}
     for one in container(HEAD)["env"]:

@@ -1,6 +1,6 @@
 """Dashboard, alerts and the table of metrics: all that they name is counted, and Prometheus takes it.
 
-`python -m tests.servers.test_monitoring` writes the table in `docs/seeing.md` anew.
+`python -m tests.servers.test_monitoring` writes the table in `docs/guides/observability.md` anew.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.service.whole_service import simulated_config, whole_site
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "servers" / "monitoring"
-PAGE = ROOT / "docs" / "seeing.md"
+PAGE = ROOT / "docs" / "guides" / "observability.md"
 BEGIN, END = "<!-- metrics: python -m tests.servers.test_monitoring -->\n", "<!-- end -->"
 
 RULES: dict[str, dict[str, Any]] = {

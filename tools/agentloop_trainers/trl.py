@@ -11,7 +11,7 @@ TRL 1.16 declares the two seams as `RolloutWorkerProtocol` and `WeightTransferPr
 imported. The service samples, rolls out, rewards and bounds the staleness; TRL computes the loss.
 
 Sampling must be at the temperature that TRL divides its logits by (`args.temperature`), and without top_p, top_k
-and min_p: `docs/distribution.md`.
+and min_p: `docs/guides/distribution.md`.
 """
 
 from __future__ import annotations

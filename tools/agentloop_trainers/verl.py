@@ -1,6 +1,6 @@
 """verl 0.9's V1 trainer on the service: rollouts into its TransferQueue, and weights from its actor workers.
 
-Three classes, for three places of verl's own, named by its config (`docs/trainers.md` has the lines):
+Three classes, for three places of verl's own, named by its config (`docs/guides/trainers.md` has the lines):
 
 - `AgentLoopManager`, by `actor_rollout_ref.rollout.agent.agent_loop_manager_class`: rolls prompts out;
 - `ServiceCheckpointEngine`, registered as the backend `agentloop` by `checkpoint_engine.custom_backend_module`: in

@@ -37,7 +37,7 @@ def prepare_engine_process(num_threads: int | None) -> None:
         _log.warning(
             "engine_has_low_priority",
             nice=_niceness(),
-            because=f"this Ray was started without {NICENESS}=0, and only root may change that: docs/operations.md",
+            because=f"Ray was started without {NICENESS}=0, and only root may change it: docs/guides/operations.md",
         )
     if num_threads is None:
         os.environ.pop(THREADS, None)

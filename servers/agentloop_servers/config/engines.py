@@ -35,7 +35,7 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 
 
 class SpeculativeSettings(_EngineModel):
-    """Speculative decoding: the model verifies several draft tokens (n-grams) in one step. See docs/engines.md."""
+    """Speculative decoding: the model verifies several draft tokens (n-grams) a step: docs/guides/engines.md."""
 
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
     """Draft tokens of a request in one step."""
@@ -77,11 +77,11 @@ class EngineConfig(_EngineModel):
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share each layer."""
     hosts: Annotated[int, Field(ge=1)] = 1
-    """Nodes over which each replica's GPUs are spread evenly; vLLM only: docs/cluster.md."""
+    """Nodes over which each replica's GPUs are spread evenly; vLLM only: docs/guides/cluster.md."""
     accelerator_type: str | None = None
     """The GPUs of its nodes, by Ray's name, as `H100`; left out: any."""
     labels: dict[str, str] = {}
-    """Ray's labels of its nodes, as `ray start --labels zone=a` sets them: docs/cluster.md."""
+    """Ray's labels of its nodes, as `ray start --labels zone=a` sets them: docs/guides/cluster.md."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Tensor-parallel groups in one gang; a dense model is better served by more replicas."""
     expert_parallel: bool = False
@@ -241,7 +241,7 @@ class EngineEnvironment(_EngineModel):
     """The environment of an entry's processes, where it is not the service's own.
 
     Ray starts the replicas with `py_executable`, and makes what `runtime_env` says (`env_vars`, for one). The
-    Python must have the service's minor version, and the same Ray and agentloop: see docs/engines.md.
+    Python must have the service's minor version, and the same Ray and agentloop: see docs/guides/engines.md.
     """
 
     py_executable: str | None = None

@@ -104,7 +104,7 @@ class TemplateSettings(_Strict):
 
 
 class ChatSettings(_Strict):
-    """The model's way from messages to tokens and back, for workers and endpoint alike. See docs/models.md."""
+    """Rendering and parsing of messages, for workers and the endpoint. See docs/guides/models.md."""
 
     renderer: str = "template"
     """`template`, `renderers:FAMILY` of the package renderers, or an import path."""
@@ -236,7 +236,7 @@ class EndpointSettings(_Strict):
 
 
 class TracingSettings(_Strict):
-    """Traces of trajectories and weight updates for an OpenTelemetry receiver. See docs/seeing.md."""
+    """Traces of trajectories and weight updates for an OpenTelemetry receiver. See docs/guides/observability.md."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")]
     """The OTLP/HTTP receiver's URL, without its `/v1/traces`."""
@@ -263,13 +263,13 @@ class UpdateSettings(_Strict):
     straggler_grace_s: Annotated[float, Field(gt=0)] = 10.0
     """The time that the others wait for a replica that is late with a step."""
     exact_grace_s: Annotated[float, Field(ge=0)] = 5.0
-    """The time that a replica gives calls in flight that accept only the version before: docs/contracts.md."""
+    """Seconds that a replica gives calls in flight that accept only the old version: docs/guides/contracts.md."""
     timeout_s: Annotated[float, Field(gt=0)] = 2400.0
     """The time of a whole update; longer than its steps together."""
 
 
 class WeightStoreSettings(_Strict):
-    """A store of published versions, which the service follows. See docs/contracts.md."""
+    """A store of published versions, which the service follows. See docs/guides/contracts.md."""
 
     store: Annotated[str, Field(pattern=r"^(/|[a-z][a-z0-9+.:-]*://).")]
     """A directory, or a URL that fsspec knows, as `s3://BUCKET/PREFIX`; credentials come from the environment."""
@@ -282,7 +282,7 @@ class WeightStoreSettings(_Strict):
 
 
 class BalancerSettings(_Strict):
-    """Settings of what begins and where; none has to be set. See docs/operations.md."""
+    """Settings of what begins and where; none has to be set. See docs/guides/operations.md."""
 
     limits_kv: bool = True
     """Samples wait in the queue while those that run may need all KV; false: everything begins at once."""
@@ -304,7 +304,7 @@ class BalancerSettings(_Strict):
 
 
 class RetentionSettings(_Strict):
-    """Records that may be deleted; by default none. See docs/operations.md."""
+    """Records that may be deleted; by default none. See docs/guides/operations.md."""
 
     delete_acknowledged: bool = False
     """Delete records that a trainer has acknowledged."""
@@ -320,7 +320,7 @@ class RetentionSettings(_Strict):
 
 
 class ClusterSettings(_Strict):
-    """The nodes of a Ray cluster. See docs/cluster.md."""
+    """The nodes of a Ray cluster. See docs/guides/cluster.md."""
 
     network: str | None = None
     """The network of the nodes' private ports, as `10.0.0.0/8`; left out: each node's address in Ray."""
@@ -401,7 +401,7 @@ class ModelConfig(_Strict):
 
 
 class NamedModel(ModelConfig):
-    """A model beside the policy, as a judge, a teacher or a user simulator. See docs/models.md."""
+    """A model beside the policy, as a judge, a teacher or a user simulator. See docs/guides/models.md."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
     """The name by which calls pick it; its own routes are below `/models/NAME`."""

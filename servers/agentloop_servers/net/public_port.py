@@ -232,7 +232,9 @@ def keeper_finder(host: str, port: int, app_name: str) -> Callable[[], Awaitable
 def warn_of_open_ray() -> None:
     """Log that this process's cluster does not ask for Ray's token, if so: its ports are open beside ours."""
     if os.environ.get("RAY_AUTH_MODE") != "token":  # Ray sets it for the processes of a cluster that has a token
-        _log.warning("ray_without_token", because="who reaches Ray's ports runs code here: docs/operations.md")
+        _log.warning(
+            "ray_without_token", because="who reaches Ray's ports runs code here: docs/guides/operations.md"
+        )
 
 
 def end_this_actor() -> None:

@@ -87,7 +87,7 @@ CONVERSATIONS: dict[str, tuple[list[Message], Sequence[Mapping[str, Any]]]] = {
 PLAIN = {"question", "system", "chat", "thoughts"}
 WITH_TOOLS = set(CONVERSATIONS) - PLAIN
 
-# Per family: the library's name, its arguments, and the conversations whose ids differ. docs/models.md says why.
+# Per family: the library's name, its arguments, and the conversations whose ids differ (docs/guides/models.md).
 FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "qwen3": ("qwen3", {}, set()),
     "qwen3_instruct_2507": ("qwen3", {}, {"thoughts", "thought and call", "five turns"}),

@@ -1,4 +1,4 @@
-"""The clients of `make test-contracts`, and the table in `docs/contracts.md` of what they proved."""
+"""The clients of `make test-contracts`, and the table in `docs/guides/contracts.md` of what they proved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "contracts.md"
+PAGE = ROOT / "docs" / "guides" / "contracts.md"
 BEGIN, END = "<!-- what was run: make test-contracts -->\n", "<!-- end -->"
 VERBS = ("rollouts", "update", "pause", "refused", "killed")
 HEADS = ("rollouts", "update", "pause", "refused version", "killed replica")

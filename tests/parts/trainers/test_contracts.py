@@ -1,7 +1,7 @@
 """Trainers' own clients on one service with two real engines, each in its environment: `make test-contracts`.
 
-What each proves is a cell of the table in `docs/contracts.md`, which a whole run writes. The last tests lose a
-replica, once for all clients: each has calls on it then.
+What each proves is a cell of the table in `docs/guides/contracts.md`, which a whole run writes. The last tests lose
+a replica, once for all clients: each has calls on it then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The GRPO loop of docs/trainers.md, as it stands there, against the whole service with simulated replicas.
+"""The GRPO loop of docs/guides/trainers.md, as it stands there, against the whole service with simulated replicas.
 
-And the table of docs/contracts.md, which a run of the clients' suite has written.
+And the table of docs/guides/contracts.md, which a run of the clients' suite has written.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Bigrams(torch.nn.Module):
 
 @pytest.mark.slow
 async def test_the_pages_loop_trains_and_pushes(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "trainers.md").read_text(encoding="utf-8")
     [loop] = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
     found: dict[str, Any] = {}
-    exec(compile(loop, "docs/trainers.md", "exec"), found)
+    exec(compile(loop, "docs/guides/trainers.md", "exec"), found)
     tasks, model = load_tasks(ROOT / "examples" / "data" / "tasks.jsonl")[:2], Bigrams()
     async with whole_service(simulated_config(mode="standalone"), tmp_path) as url:
         async with RolloutClient(url) as client:

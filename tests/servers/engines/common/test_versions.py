@@ -44,7 +44,9 @@ def test_versions_by_release(engine: str, version: str, is_driven: bool) -> None
 
 def test_docs_and_overrides_name_the_range() -> None:
     root = Path(__file__).parents[4]
-    head = next(line for line in (root / "docs/engines.md").read_text().splitlines() if line.startswith("| | vLLM"))
+    head = next(
+        line for line in (root / "docs/guides/engines.md").read_text().splitlines() if line.startswith("| | vLLM")
+    )
     newest = (root / "requirements/overrides-newest.txt").read_text().splitlines()
     for engine, releases in DRIVEN.items():
         assert f"{engine} {', '.join(releases)}".lower() in head.lower()
