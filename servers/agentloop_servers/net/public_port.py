@@ -6,9 +6,10 @@ caller while another process accepts; without any process, as in a redeploy, con
 other service gets the port during that time. A lost keeper gets its socket back from the processes; the keeper
 ends some time after the last process.
 
-SO_REUSEPORT does not replace the keeper: the kernel gives new connections to a stopped process too. With one of
-two processes stopped for 6 s, 11 and 28 of 150 calls of the OpenAI client timed out after 3 s (2 and 3 with one
-socket); with the client's retries, 11 and 24 calls were recorded twice (1 and 2 with one socket).
+SO_REUSEPORT does not replace the keeper: the kernel gives new connections to a stopped process too. In two runs of
+150 calls of the OpenAI client to a minimal uvicorn application, with one of two processes stopped for 6 s, 11 and
+28 calls timed out after 3 s (2 and 3 with one socket); with the client's retries, 11 and 24 calls were recorded
+twice (1 and 2 with one socket).
 
 On the keeper's Unix socket, whose folder is its user's alone, a process says `take`, which is answered by `ok` with
 the socket or by `no` and a reason, or `give`, with the socket. It stays connected while it uses the port.
