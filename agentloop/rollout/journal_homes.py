@@ -1,8 +1,11 @@
-"""The homes of turn journals: files on the worker's own disk, or the run's store, for workers on any host.
+"""The storage backends of turn journals: files on the worker's own disk, or the run's store for workers elsewhere.
 
-Invariants: what is appended to a journal that was removed with its sample is not kept, and that journal is over. A
-file survives a killed process, not a power cut, since nothing is synced, and goes with its host. What the store has
-was committed, by the coordinator, which alone may write there; a call may be repeated, a part is kept once.
+Both stay. Files lose the turns of a lost host. The store (SQLite, over the coordinator's port) takes 2 to 10 times
+the CPU of files per turn: 26 and 60 µs with 50 turns in one write, 160 and 1,100 µs with one turn.
+
+Invariants: a journal that was removed with its sample keeps nothing that is appended later, and is over. A file
+survives a killed process, not a power cut, since nothing is synced, and goes with its host. The turns in the store
+were committed by the coordinator, which alone may write there; a call may be repeated, a part is kept once.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class CoordinatorServer(PrivateServer):
         ]
         worker_paths = frozenset(f"/{name}" for name in for_workers)
         super().__init__(SERVER_NAME, routes, trust, host, MAX_CALL_BYTES, CALLS_END_S, worker_paths)
-        coordinator.refused = self.refused
+        coordinator.refused = self.gate.refused
 
     def _handler(
         self, call: CallType, method: Callable[..., Awaitable[Any]]

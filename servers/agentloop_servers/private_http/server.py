@@ -8,7 +8,6 @@ bounded; an error is answered with its code. A client that hangs up cancels its 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 import aiohttp
@@ -58,16 +57,6 @@ class PrivateServer:
         self._runners: dict[Trust, web.AppRunner] = {}  # by what a connection's caller knows
         self.url = ""
         self._log = structlog.get_logger("private_http").bind(server=name)
-
-    @property
-    def num_refused(self) -> int:
-        """The connections and calls that were refused."""
-        return self.refused.total()
-
-    @property
-    def refused(self) -> Counter[int]:
-        """The connections and calls that were refused, by the status of the answer: 401, 409, 421."""
-        return self.gate.refused
 
     async def start(self) -> None:
         """Listen on a port that the system chooses."""

@@ -469,7 +469,7 @@ class Replica:
             engine.asleep,
             num_answered,
             is_noise,
-            self._server.num_refused,
+            self._server.gate.refused.total(),
         )
 
     # --- the watch ---

@@ -104,7 +104,7 @@ async def test_a_caller_of_another_run_is_refused_and_counted():
     async with Port("another") as port:
         with pytest.raises(EngineUnreachable, match="does not know"):
             await port.ask("/echo")
-        assert (port.accepted, port.server.refused) == ([], {401: 1})
+        assert (port.accepted, port.server.gate.refused) == ([], {401: 1})
 
 
 async def test_a_stranger_gets_401_and_nothing_else():
@@ -114,7 +114,7 @@ async def test_a_stranger_gets_401_and_nothing_else():
             answer = await exchange(place, said)
             assert answer.startswith(b"HTTP/1.1 401 Unauthorized\r\n"), said
             assert b'"unauthorized"' in answer
-        assert (port.accepted, port.server.refused) == ([], {401: 4})
+        assert (port.accepted, port.server.gate.refused) == ([], {401: 4})
 
 
 async def test_a_call_meant_for_another_server_is_refused_before_it_is_handled():
@@ -123,7 +123,7 @@ async def test_a_call_meant_for_another_server_is_refused_before_it_is_handled()
         with pytest.raises(EngineUnreachable) as refused:
             await ask(port.http, f"http://{port.place}/replica-1/echo")
         assert isinstance(refused.value.__cause__, Misdirected)
-        assert (len(port.accepted), port.server.refused) == (1, {421: 1})
+        assert (len(port.accepted), port.server.gate.refused) == (1, {421: 1})
 
 
 async def test_what_was_recorded_is_refused_when_it_is_sent_again():
@@ -139,7 +139,7 @@ async def test_what_was_recorded_is_refused_when_it_is_sent_again():
         for one in (port, other):
             answer = await exchange(one.place, recorder.sent)
             assert b"HTTP/1.1 409 Conflict\r\n" in answer
-            assert one.server.refused == {409: 1}
+            assert one.server.gate.refused == {409: 1}
         assert (len(port.accepted), len(other.accepted)) == (1, 0)
 
 
