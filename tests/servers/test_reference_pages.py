@@ -104,6 +104,18 @@ async def test_the_page_of_the_routes_is_current(tmp_path: Path) -> None:
     assert (REFERENCE / "http.md").read_text() == http_page(await _document(tmp_path)), REWRITE
 
 
+def test_every_command_for_a_service_takes_its_url_from_the_environment() -> None:
+    urls = []
+    for name, (module, _) in COMMANDS.items():
+        pending = [typer.main.get_group(load(module).app).commands[name]]
+        while pending:
+            command = pending.pop()
+            pending += getattr(command, "commands", {}).values()
+            urls += [one.envvar for one in command.params if one.name == "url"]
+    assert len(urls) >= 12
+    assert set(urls) == {"AGENTLOOP_URL"}
+
+
 def test_the_public_names_have_docstrings() -> None:
     blocks = re.findall(r"^::: (\S+)\n(.*?)(?=^#|^:::|\Z)", (REFERENCE / "python.md").read_text(), re.M | re.S)
     assert len(blocks) >= 6

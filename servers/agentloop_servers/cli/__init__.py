@@ -1,7 +1,7 @@
-"""The entry of the `agentloop` command: light, so that help, a typo and Ctrl-C are answered from the first moment.
+"""The entry point of the `agentloop` command. It imports little, so that help, typos and Ctrl-C are fast.
 
 A command's own module may import Ray and the whole service, which takes seconds; an interrupt in there would end in
-a traceback from the middle of somebody's import.
+a traceback from within an import.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from agentloop.plugins import install_hint
 
 
 def main() -> None:
-    """Run the console script. Until a command begins, Ctrl-C ends the process at once."""
+    """Run the console script. Until a command begins, Ctrl-C ends the process immediately."""
     signal.signal(signal.SIGINT, _leave)
     load("commands").app(prog_name="agentloop")
 
 
 def load(module: str) -> ModuleType:
-    """Import a module of the command line. Exits with one line where a package that it needs is not installed."""
+    """Import a module of the command line. Exits with an error line if a package is not installed."""
     try:
         return importlib.import_module(f"agentloop_servers.cli.{module}")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`agentloop try`, `validate` and `new`: an environment at work in this process, without a service."""
+"""`agentloop try`, `validate` and `new`: run an environment in this process, without a service."""
 
 from __future__ import annotations
 
@@ -26,13 +26,20 @@ from agentloop_servers.cli.records import record_lines, show_message
 from agentloop_servers.cli.terminal import clear_errors, find_modules_here, run_to_end, store_of
 from agentloop_servers.config.service import new_run_dir
 
-Named = Annotated[str, typer.Argument(help="An environment, my_env:Shop.", metavar="ENVIRONMENT")]
+Named = Annotated[
+    str,
+    typer.Argument(
+        help="An environment: a registered name, or an import path such as my_env:Shop.", metavar="ENVIRONMENT"
+    ),
+]
 ToolPaths = Annotated[
     list[str] | None,
-    typer.Option("--tool", metavar="NAME=PATH", help="A tool that tasks name, by its import path."),
+    typer.Option(
+        "--tool", metavar="NAME=PATH", help="A tool that tasks use, and its import path; may be repeated."
+    ),
 ]
-Debug = Annotated[bool, typer.Option(help="Print tracebacks of tools that raise.")]
-OPENAI_POLICY = "agentloop.testing.openai_policy:OpenAIPolicy"  # its import takes a second
+Debug = Annotated[bool, typer.Option(help="Print the tracebacks of failing tools.")]
+OPENAI_POLICY = "agentloop.testing.openai_policy:OpenAIPolicy"  # imported when used: the import takes a second
 TEMPLATES = Path(__file__).with_name("new_env")
 
 app = typer.Typer()
@@ -41,16 +48,19 @@ app = typer.Typer()
 @app.command("try")
 def try_environment(
     environment: Named,
-    task: Annotated[str, typer.Option(help="A task's id, or its place; all: each in turn.")] = "0",
+    task: Annotated[str, typer.Option(help="A task's id or index, or all.")] = "0",
     policy: Annotated[
-        str, typer.Option(help="scripted: the gold solution; openai:URL; run:RUN: as a run's record has it.")
+        str,
+        typer.Option(help="scripted (the gold solution), openai:URL, or run:RUN (the replies of a recorded run)."),
     ] = "scripted",
-    model: Annotated[str, typer.Option(help="Of openai:URL, whose key is OPENAI_API_KEY.")] = "default",
-    out: Annotated[Path | None, typer.Option(help="Where a run directory with the records goes.")] = None,
+    model: Annotated[
+        str, typer.Option(help="The model name for openai:URL. The key is OPENAI_API_KEY.")
+    ] = "default",
+    out: Annotated[Path | None, typer.Option(help="The parent of a run directory with the records.")] = None,
     tool: ToolPaths = None,
     debug: Debug = False,
 ) -> None:
-    """Play one episode of an environment in this process, and print it turn by turn."""
+    """Run one episode of an environment in this process, and print it turn by turn."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with clear_errors():
         _begin(debug)
@@ -82,11 +92,11 @@ def try_environment(
 @app.command("validate")
 def validate_environment(
     environment: Named,
-    max_tasks: Annotated[int, typer.Option(min=1, help="Look at so many tasks, the first ones.")] = 20,
+    max_tasks: Annotated[int, typer.Option(min=1, help="Check the first N tasks.")] = 20,
     tool: ToolPaths = None,
     debug: Debug = False,
 ) -> None:
-    """Look for faults of an environment: leaks, chance, free rewards, tools that break."""
+    """Check an environment: leaked answers, rewards by chance or for nothing, failing tools."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with clear_errors():
         _begin(debug)
@@ -103,9 +113,9 @@ def validate_environment(
 @app.command("new")
 def new(
     kind: Annotated[str, typer.Argument(help="env")],
-    name: Annotated[str, typer.Argument(help="A module's name; the folder gets it too.")],
+    name: Annotated[str, typer.Argument(help="The name of the module and of the folder.")],
 ) -> None:
-    """Write a folder with an environment: a task, a tool, a reward and a test."""
+    """Create a folder with an environment: a task, a tool, a reward and a test."""
     with clear_errors():
         if kind != "env" or re.fullmatch(r"[a-z_][a-z0-9_]*", name) is None:
             raise InvalidRequest("agentloop new env NAME, with a module's name in lower case", param="name")
@@ -145,7 +155,7 @@ def _policy(policy: str, model: str, task: RolloutTask) -> dict[str, Any]:
         outside = cast(Callable[[str, str], Any], resolve(OPENAI_POLICY, param="policy"))(where, model)
         return {"policy": outside, "models": outside}
     if kind != "run":
-        raise InvalidRequest(f"{policy!r} is no policy: scripted, openai:URL or run:RUN", param="policy")
+        raise InvalidRequest(f"unknown policy {policy!r}: expected scripted, openai:URL or run:RUN", param="policy")
     with closing(TrajectoryReader(store_of(where))) as reader:
         found = next((one for one in reader.trajectories() if one.task_id == task.task_id), None)
     if found is None:
@@ -155,7 +165,7 @@ def _policy(policy: str, model: str, task: RolloutTask) -> dict[str, Any]:
 
 
 def _chosen(tasks: list[RolloutTask], wanted: str) -> list[RolloutTask]:
-    """Return the tasks that a word means. Raises InvalidRequest for none."""
+    """Return the tasks with an id or index. Raises InvalidRequest if none matches."""
     if wanted == "all" and tasks:
         return tasks
     named = [task for task in tasks if task.task_id == wanted]

@@ -1,7 +1,6 @@
-"""`agentloop doctor`: what this machine has of what the service needs, and what the service makes of a model.
+"""`agentloop doctor`: checks this machine for the service's requirements, and a model folder for its chat format.
 
-Imports neither Ray nor an engine, but for a cluster: it starts nothing, and its verdict on a model folder takes a
-second.
+It starts nothing, and imports Ray only to check a cluster. The check of a model folder takes about a second.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from agentloop_servers.config.service import ServiceConfig, located, model_sizes
 from agentloop_servers.engines.common.versions import DRIVEN, objection
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
-PROCESS_GIB = 1.5  # of a replica on a CPU: two Python processes with torch and an engine
+PROCESS_GIB = 1.5  # per replica on a CPU: two Python processes with torch and an engine
 MIN_FREE_DISK_GIB = 1.0
 _PROBE_TIMEOUT_S = 20.0
 _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
@@ -46,7 +45,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.ji
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding; `is_needed` findings that are not ok make the service fail."""
+    """One result; if a check with `is_needed` is not ok, the service cannot run."""
 
     name: str
     is_ok: bool
@@ -109,10 +108,10 @@ def _examined(model: Path | None, config: Path | None, chat: dict[str, str | Non
 
 
 def _clustered(config: Path | None, *, as_json: bool) -> list[Check]:
-    """Examine the nodes of a cluster, and show them side by side."""
+    """Check the nodes of a cluster, and show them in one table."""
     if config is None:
         raise typer.BadParameter("--cluster needs --config")
-    examine_cluster = load("doctor_cluster").examine_cluster  # with Ray
+    examine_cluster = load("doctor_cluster").examine_cluster  # imports Ray
     try:
         checks, table = examine_cluster(ServiceConfig.load(located(str(config))), "auto")
     except AgentLoopError as error:
@@ -133,7 +132,7 @@ def _show(checks: Sequence[Check]) -> None:
 
 
 def examine() -> list[Check]:
-    """Every check, in the order a reader wants them. Takes a second or two; starts nothing."""
+    """Return all checks of this machine. Takes one or two seconds and starts nothing."""
     gpu = _probed("gpu", _gpu, is_needed=False)
     engines = [_driven("vllm"), _sglang(has_gpu=gpu.is_ok)]
     driven = ", ".join(f"{name} {' or '.join(versions)}" for name, versions in DRIVEN.items())
@@ -144,7 +143,7 @@ def examine() -> list[Check]:
         package("ray"),
         package("torch", is_needed=False),
         *engines,
-        Check("an engine", any(engine.is_ok for engine in engines), f"{driven}; simulated runs need none"),
+        Check("an engine", any(engine.is_ok for engine in engines), f"{driven}; simulated engines need none"),
         Check("cpu", True, f"{os.cpu_count()} cores, {platform.machine()}"),
         gpu,
         _probed("memory", _memory),
@@ -163,7 +162,7 @@ def _python() -> Check:
 
 
 def _distribution() -> Check:
-    """Report other distributions that install a package `agentloop`: the files of the last one installed win."""
+    """Report other distributions with a package `agentloop`: the last installed one overwrites the other."""
     found = importlib.metadata.packages_distributions().get("agentloop", [])
     if foreign := sorted({one for one in found if one != DISTRIBUTION}):
         return Check("agentloop", False, f"also installed by {', '.join(foreign)}: uninstall both")
@@ -178,31 +177,29 @@ def _parts() -> Check:
 
 
 def _ray_token() -> Check:
-    """Say whether a Ray that is started or joined from here asks for its token: its ports run anybody's code."""
+    """Check that Ray requires its token: without it, its ports run code of any client."""
     mode = os.environ.get("RAY_AUTH_MODE")
     if mode is None:
-        return Check(
-            "ray's token", True, "asked for by a Ray of the service's own; a cluster must have its own", False
-        )
-    detail = "asked for" if mode == "token" else f"not asked for: RAY_AUTH_MODE is {mode}, Ray's ports are open"
+        return Check("ray's token", True, "required on a local Ray; a cluster needs its own setting", False)
+    detail = "required" if mode == "token" else f"not required: RAY_AUTH_MODE is {mode}, Ray's ports are open"
     return Check("ray's token", mode == "token", detail, is_needed=False)
 
 
 def _ray_niceness() -> Check:
-    """Say at which priority the actors of a Ray that is started from here run: engines on GPUs want nice 0."""
+    """Check the priority of Ray's actors: engines on GPUs need nice 0."""
     nice = os.environ.get(NICENESS)
     if nice is None:
         return Check(
             "ray's priority",
             True,
-            f"nice 0 by `serve`; a cluster wants {NICENESS}=0 where it starts",
+            f"nice 0 with `serve`; start a cluster with {NICENESS}=0",
             False,
         )
-    return Check("ray's priority", nice == "0", f"{NICENESS} is {nice}; engines on GPUs want 0", is_needed=False)
+    return Check("ray's priority", nice == "0", f"{NICENESS} is {nice}; engines on GPUs need 0", is_needed=False)
 
 
 def package(name: str, *, is_needed: bool = True) -> Check:
-    """Look for a package without importing it: an engine takes long, and may claim a GPU."""
+    """Find a package without importing it: importing an engine takes long and may use a GPU."""
     if importlib.util.find_spec(name) is None:
         return Check(name, False, "not installed", is_needed)
     distributions = importlib.metadata.packages_distributions().get(name, [name])
@@ -211,14 +208,14 @@ def package(name: str, *, is_needed: bool = True) -> Check:
 
 
 def _driven(engine: str) -> Check:
-    """Look for an engine in a version that its adapter drives."""
+    """Find an engine, and check that its version is supported."""
     check = package(engine, is_needed=False)
     said = objection(engine, check.detail.split()[-1]) if check.is_ok else ""
     return Check(engine, False, f"{check.detail}; {said}", False) if said else check
 
 
 def _sglang(*, has_gpu: bool) -> Check:
-    """Look for SGLang, and for what its wheel needs: a GPU, and kernels in a package."""
+    """Find SGLang, and check its requirements: a GPU, and a package of kernels."""
     check = _driven("sglang")
     if not check.is_ok:
         return check
@@ -231,7 +228,7 @@ def _sglang(*, has_gpu: bool) -> Check:
 def _probed(name: str, probe: Callable[[], tuple[bool, str]], *, is_needed: bool = True) -> Check:
     try:
         is_ok, detail = probe()
-    except Exception as error:  # a probe that breaks is a finding, whatever broke
+    except Exception as error:  # a probe that raises is a failed check
         is_ok, detail = False, f"{type(error).__name__}: {error}"
     return Check(name, is_ok, detail, is_needed)
 
@@ -239,7 +236,7 @@ def _probed(name: str, probe: Callable[[], tuple[bool, str]], *, is_needed: bool
 def _gpu() -> tuple[bool, str]:
     command = shutil.which("nvidia-smi")
     if command is None:
-        return False, "none found; the CPU lane needs none"
+        return False, "not found; the CPU lane needs no GPU"
     query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
     return answer.returncode == 0, "; ".join((answer.stdout or answer.stderr).strip().splitlines())
@@ -248,7 +245,7 @@ def _gpu() -> tuple[bool, str]:
 def _memory(wanted_gib: float = MIN_FREE_MEMORY_GIB) -> tuple[bool, str]:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free_gib = int(lines["MemAvailable"].split()[0]) / 2**20
-    return free_gib >= wanted_gib, f"{free_gib:.1f} GiB free, {wanted_gib:.1f} wanted"
+    return free_gib >= wanted_gib, f"{free_gib:.1f} GiB free, {wanted_gib:.1f} needed"
 
 
 def _disk() -> tuple[bool, str]:
@@ -279,7 +276,7 @@ def _port() -> tuple[bool, str]:
 
 
 def examine_model(config: ServiceConfig) -> list[Check]:
-    """Return the whole verdict on a service's model, in the order of a turn's life. Takes about a second."""
+    """Return all checks of a service's model. Takes about a second."""
     checks: list[Check] = []
     try:
         folder = config.model_path()
@@ -301,7 +298,7 @@ def examine_model(config: ServiceConfig) -> list[Check]:
 
 
 def _memory_of(config: ServiceConfig) -> Iterator[Check]:
-    """Compare this host's free memory with what the replicas on its CPU will take."""
+    """Compare this host's free memory with the needs of the replicas on its CPU."""
     on_cpu = [entry for entry in config.entries if entry.kind != "simulated" and not entry.on_gpu]
     if on_cpu:
         # A push stages a second copy of the weights.
@@ -320,27 +317,27 @@ def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
     yield Check("chat format", True, _format_of(config))
     yield Check("vocabulary", True, f"{renderer.vocab_size:,} ids, {len(facts.literals)} of them marks")
     yield Check("stop tokens", True, ", ".join(stops))
-    shown = "shown to the model" if facts.shows_calls else "shown to the model; its earlier calls as it wrote them"
+    shown = (
+        "shown to the model" if facts.shows_calls else "shown to the model; its earlier calls in their sampled form"
+    )
     objection = f"refused: {facts.tools_objection}"
     yield Check("tools", facts.supports_tools, shown if facts.supports_tools else objection, is_needed=False)
     if facts.supports_tools:
-        yield _bridge("tools' answers", facts.tool_turns)
+        yield _bridge("tool results", facts.tool_turns)
         yield _bridge("user, with tools", facts.user_turns)
     yield _bridge("user, no tools", facts.plain_turns)
     if facts.plain_turns is not None:
-        yield Check("earlier thoughts", True, "as the chat format renders them, where the path forks")
+        yield Check("earlier reasoning", True, "as the chat format renders it; the path forks there")
     elif not facts.strips_thinking:
-        yield Check("earlier thoughts", True, "as they were sampled; the chat format drops none")
+        yield Check("earlier reasoning", True, "as it was sampled; the chat format drops none")
     elif config.chat.thinking == "keep":
-        yield Check("earlier thoughts", True, "kept; the chat format itself drops them at a user's message")
+        yield Check("earlier reasoning", True, "kept; the chat format itself drops it at a user message")
     else:
-        yield Check(
-            "earlier thoughts", True, "dropped at a user's message, as the chat format does: the path forks"
-        )
+        yield Check("earlier reasoning", True, "dropped at a user message, as in the chat format: the path forks")
 
 
 def _format_of(config: ServiceConfig) -> str:
-    """Name the renderer, and the file of its template."""
+    """Return the renderer, and the file of its template."""
     settings, folder = config.chat, config.model_path()
     if settings.renderer != "template":
         return settings.renderer
@@ -351,7 +348,7 @@ def _format_of(config: ServiceConfig) -> str:
 
 
 def _bridge(name: str, problem: str | None) -> Check:
-    """Say how a conversation goes on: by a bridge, or by a fork, which costs tokens but is right."""
+    """Check how a conversation continues: by an exact bridge, or by a fork, which is correct but renders again."""
     return Check(name, problem is None, f"fork: {problem}" if problem else "bridged exactly", is_needed=False)
 
 
@@ -359,10 +356,10 @@ def _of_parser(chosen: ChatFormat) -> Iterator[Check]:
     test = chosen.test
     opened = ", opened by the prompt" if test.opens_thought else ""
     has_thoughts, marks = test.thoughts or test.opens_thought, chosen.parser.marks.thoughts
-    thoughts = f"{marks.open} {marks.close}{opened}" if has_thoughts else "none are written"
-    yield Check("thoughts", has_thoughts, thoughts, is_needed=False)
+    thoughts = f"{marks.open} {marks.close}{opened}" if has_thoughts else "not written"
+    yield Check("reasoning", has_thoughts, thoughts, is_needed=False)
     yield Check("parser", True, f"{chosen.name}: {chosen.reason}")
-    read = ["an answer", *(["a thought"] if test.thoughts else []), *(["a call"] if test.call_text else [])]
-    yield Check("self-test", True, f"{', '.join(read)}: rendered, cut out and read back")
+    read = ["an answer", *(["reasoning"] if test.thoughts else []), *(["a call"] if test.call_text else [])]
+    yield Check("self-test", True, f"{', '.join(read)}: rendered and parsed again")
     if test.call_text:
         yield Check("a call", True, test.call_text.strip().replace("\n", "⏎"))

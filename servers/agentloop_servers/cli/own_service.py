@@ -34,7 +34,7 @@ async def run_rollout(
     Raises InvalidRequest for tasks or a model that cannot be read, and for a limit under which the run could not
     end, before anything is started.
     """
-    configure_logging(None)  # until there is a run directory
+    configure_logging(None)  # the run directory does not exist yet
     tasks = options.load_tasks()
     check_can_end(options, len(tasks) * options.num_samples, config.model_version)
     run_dir = run_dir_in(options.out)
@@ -48,7 +48,7 @@ async def run_rollout(
         console.print(f"service  {line}", highlight=False, markup=False, soft_wrap=True)
 
     keys = (os.environ.get(config.keys.user_key_env), os.environ.get(config.keys.admin_key_env))
-    # The service is this run's own: on a free port, so that runs side by side do not meet.
+    # A free port, so that concurrent runs do not collide.
     private = config.model_copy(update={"port": 0, "run_dir": None, "tls": None, "public_url": None})
     async with running_service(private, run_dir, begin=begin, say=say) as url:
         console.print(f"service  ready after {time.monotonic() - started_at:.0f} s at {url}", highlight=False)

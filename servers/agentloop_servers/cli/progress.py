@@ -24,34 +24,34 @@ from agentloop.storage.summary import LengthSummary, StaleSummary, Summary, vers
 from agentloop.types import Trajectory
 
 _OLDEST_S = 2.0
-_NUM_LOOKED_AT = 1000  # trajectories of the service, among which a run's oldest are looked for
+_NUM_LOOKED_AT = 1000  # trajectories of the service that are searched for the run's oldest
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts while a run goes on."""
+    """Counts of a running rollout."""
 
     num_trajectories: int
     started_at: float
-    rollout_ids: tuple[str, ...] = ()  # empty: agents do the work
+    rollout_ids: tuple[str, ...] = ()  # empty for agents
     num_finished: int = 0
     num_sampled_tokens: int = 0
     by_version: Counter[str] = field(default_factory=Counter)
-    total_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # of the latest
+    total_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # the latest trajectories'
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count one more."""
+        """Count a finished trajectory."""
         self.num_finished += 1
         self.num_sampled_tokens += trajectory.num_sampled_tokens
         self.by_version[version_key(trajectory)] += 1
         self.total_s.append(trajectory.timings.total_s)
 
     def add_lost(self) -> None:
-        """Count one more, without a record."""
+        """Count a trajectory without a record."""
         self.num_finished += 1
 
     def describe(self) -> str:
-        """Speed, versions, seconds a trajectory, and the time to the end if the rest goes as fast."""
+        """Return throughput, versions, seconds per trajectory, and the estimated time left."""
         elapsed_s = max(time.monotonic() - self.started_at, 1e-6)
         by_version = sorted(self.by_version.items())
         versions = ", ".join(f"v{key}: {n}" if key.isdigit() else f"{key}: {n}" for key, n in by_version)
@@ -66,17 +66,17 @@ class Tally:
 
 
 class ProgressView(Protocol):
-    """The place where a run shows its progress."""
+    """Shows the progress of a run."""
 
     def show(self, tally: Tally) -> None:
-        """Show the counts as they are now; called for every trajectory."""
+        """Show the current counts; called for every trajectory."""
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
 
 class LiveProgress:
-    """A bar on a terminal, the counts, and what the three oldest trajectories wait for."""
+    """A progress bar on a terminal, the counts, and the states of the three oldest trajectories."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -89,7 +89,7 @@ class LiveProgress:
         self._oldest: tuple[str, ...] = ()
 
     async def follow(self, client: RolloutClient) -> None:
-        """Look at the oldest from time to time, for as long as the service shows them: it needs the admin key."""
+        """Poll the oldest trajectories until the service refuses: the route needs the admin key."""
         with suppress(AgentLoopError):
             while True:
                 page = await client.flight(_NUM_LOOKED_AT)
@@ -99,7 +99,7 @@ class LiveProgress:
         self._oldest = ()
 
     def picture(self) -> Group:
-        """The bar and the lines below it, as they are now."""
+        """Return the bar and the lines below it."""
         lines = (Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in (self._counts, *self._oldest))
         return Group(self._bar, *lines)
 
@@ -112,7 +112,7 @@ class LiveProgress:
 
 
 class PlainProgress:
-    """A line for every tenth, where there is no terminal."""
+    """Prints a line per tenth of the run, for output that is not a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -143,30 +143,31 @@ async def open_progress(console: Console, client: RolloutClient) -> AsyncIterato
 
 
 def summary_table(summary: Summary, push_error: AgentLoopError | None = None) -> Table:
-    """Return the summary as a small table. `push_error`: why the run's weights were not pushed."""
+    """Return the summary as a table. `push_error` is the error of the weight push, if it failed."""
     table = Table(show_header=False, box=None, pad_edge=False)
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.stop_reasons.items())
     table.add_row("trajectories", f"{summary.records} of {summary.accepted} accepted, {summary.lost} lost")
-    table.add_row("ended by", reasons or "-")
+    table.add_row("stop reasons", reasons or "-")
     if summary.failures:
         failures = ", ".join(f"{whose} {count}" for whose, count in summary.failures.items())
         table.add_row("failures", failures)
     table.add_row("tokens", f"{summary.sampled_tokens:,} sampled, {summary.observed_tokens:,} observed")
-    table.add_row("speed", f"{summary.sampled_tokens_per_s or 0:,.0f} tok/s over {summary.wall_s:.1f} s")
+    table.add_row("throughput", f"{summary.sampled_tokens_per_s or 0:,.0f} tok/s over {summary.wall_s:.1f} s")
     for key, of_version in summary.success_by_version.items():
-        name = f"success v{key}" if key.isdigit() else f"success {key}"
+        name = f"success at v{key}" if key.isdigit() else "success across versions"
         table.add_row(name, f"{_percent(of_version.success)} of {of_version.num_trajectories}")
-    table.add_row("both versions", f"{summary.partial} ({_percent(summary.partial_share)})")
+    table.add_row("crossed an update", f"{summary.partial} ({_percent(summary.partial_share)})")
     table.add_row("recovered from a tool error", str(summary.recovered_from_tool_error))
     if summary.stale is not None:
         table.add_row("stale", _describe_stale(summary.stale))
-    for name, lengths in (("submitted", summary.lengths.submitted), ("trained", summary.lengths.trained)):
-        table.add_row(f"sampled tokens, {name}", _describe_lengths(lengths))
+    table.add_row("tokens per trajectory", _describe_lengths(summary.lengths.submitted))
+    if summary.lengths.trained != summary.lengths.submitted:
+        table.add_row("tokens per trained trajectory", _describe_lengths(summary.lengths.trained))
     table.add_row("prefix-cache hits", _percent(summary.prefix_cache_hit_share))
     for update in summary.updates:
         table.add_row(f"update to v{update.version}", f"{update.pause_to_resume_ms:.0f} ms from pause to resume")
     if push_error is not None:
-        table.add_row("update", f"failed, all tokens have the old version: {push_error.message}")
+        table.add_row("update", f"failed; all tokens have the old version: {push_error.message}")
     return table
 
 
@@ -174,7 +175,7 @@ def _describe_lengths(lengths: LengthSummary) -> str:
     if lengths.num_trajectories == 0:
         return "none"
     spread = f"p50 {lengths.p50:,.0f}, p90 {lengths.p90:,.0f}, p99 {lengths.p99:,.0f}, max {lengths.max:,}"
-    return f"{lengths.mean:,.1f} a trajectory of {lengths.num_trajectories}: {spread}"
+    return f"mean {lengths.mean:,.1f}, {spread}"
 
 
 def _describe_stale(stale: StaleSummary) -> str:

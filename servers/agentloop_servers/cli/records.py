@@ -22,15 +22,15 @@ from agentloop.types import Message, Trajectory, Turn
 from agentloop.values import codec
 from agentloop_servers.cli.terminal import clear_errors, store_of
 
-MAX_NAMED = 10  # of several trajectories that a word means
-LIST_WIDTH = 116  # of a narrower terminal, lines wrap: a table that shrinks cuts what `show` takes
+MAX_NAMED = 10  # shown if a name matches several trajectories
+LIST_WIDTH = 116  # lines wrap in a narrower terminal: a narrower table would cut the ids for `show`
 
 app = typer.Typer()
 
 
 @app.command()
 def show(
-    trajectory: Annotated[str, typer.Argument(help="A task or group, or GROUP/SAMPLE, or ROLLOUT/GROUP/SAMPLE.")],
+    trajectory: Annotated[str, typer.Argument(help="A task or group id, GROUP/SAMPLE, or ROLLOUT/GROUP/SAMPLE.")],
     run: Annotated[str, typer.Option(help="A run directory, a run's id, or a store file.")] = "latest",
 ) -> None:
     """Show one trajectory of a run: its conversation, versions and rewards."""
@@ -55,12 +55,14 @@ def show(
 @app.command("list")
 def list_records(
     run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")] = "latest",
-    order: Annotated[ListOrder, typer.Option(help="What comes first.")] = ListOrder.NEWEST,
-    failed: Annotated[bool, typer.Option("--failed", help="Only those that a failure ended.")] = False,
-    task: Annotated[str, typer.Option(help="Only those of this task id.")] = "",
-    text: Annotated[str, typer.Option(help="Only those with this in the first line of task or answer.")] = "",
+    order: Annotated[ListOrder, typer.Option(help="The order of the list.")] = ListOrder.NEWEST,
+    failed: Annotated[bool, typer.Option("--failed", help="Only failed trajectories.")] = False,
+    task: Annotated[str, typer.Option(help="Only trajectories of this task id.")] = "",
+    text: Annotated[
+        str, typer.Option(help="Only trajectories with this text in the first line of the task or the answer.")
+    ] = "",
     limit: Annotated[int, typer.Option(min=1, max=MAX_LISTED)] = 20,
-    cursor: Annotated[str, typer.Option(help="The cursor that the page before ended with.")] = "",
+    cursor: Annotated[str, typer.Option(help="The cursor at the end of the previous page.")] = "",
 ) -> None:
     """List a run's trajectories: newest, slowest, failed, by reward, task or text."""
     with clear_errors():
@@ -75,7 +77,7 @@ def list_records(
     for one in page.records:
         began = "-" if one.began_at is None else f"{datetime.fromtimestamp(one.began_at):%m-%d %H:%M:%S}"
         place = f"{one.group_id}/{one.sample_index}"
-        if not place.startswith(one.rollout_id):  # a group of the user's name may be in several rollouts
+        if not place.startswith(one.rollout_id):  # several rollouts may have a group with this name
             place = f"{one.rollout_id}/{place}"
         numbers = (f"{one.total_s:.1f}", "-" if one.reward is None else f"{one.reward:g}", str(one.num_turns))
         end = one.stop_reason if one.failure is None else f"{one.stop_reason} ({one.failure})"
@@ -93,14 +95,14 @@ def _of_turn(turn: Turn, versions: str) -> tuple[str, ...]:
 
 
 def _names(trajectory: Trajectory) -> Iterator[str]:
-    """Yield the words that mean a trajectory, the one that no other has first."""
+    """Yield the names of a trajectory, its unique one first."""
     place = f"{trajectory.group_id}/{trajectory.sample_index}"
     yield f"{trajectory.rollout_id}/{place}"
     yield from (place, f"{trajectory.task_id}/{trajectory.sample_index}", trajectory.group_id, trajectory.task_id)
 
 
 def _named(store: Path | Home, name: str) -> Trajectory:
-    """Return the trajectory that a word means. Raises InvalidRequest if it means none, or several."""
+    """Return the trajectory with a name. Raises InvalidRequest for no or several matches."""
     reader, found, others = TrajectoryReader(store), list[Trajectory](), list[str]()
     try:
         for one in reader.trajectories():
@@ -118,7 +120,7 @@ def _named(store: Path | Home, name: str) -> Trajectory:
 
 
 def record_lines(trajectory: Trajectory) -> Iterator[str]:
-    """Yield what a record says of its trajectory, in lines."""
+    """Yield the facts of a record as lines."""
     yield f"{next(_names(trajectory))}, task {trajectory.task_id}"
     versions = ", ".join(f"v{version}" for version in trajectory.versions) or "none"
     whole = "complete" if trajectory.is_complete else "not complete"

@@ -1,4 +1,4 @@
-"""The commands that ask a running service, or order it."""
+"""Commands for a running service."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 1.0
 
 app = typer.Typer()
-weights = typer.Typer(help="Weights of a running service.", no_args_is_help=True)
+weights = typer.Typer(help="Push or publish weights.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
 
 
 @app.command()
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Show a running service."""
+    """Show the state of a running service."""
     service = asked(url, lambda client: client.status(), api_key=api_key, timeout_s=10.0, retry_timeout_s=2.0)
     _show_status(Console(), service)
 
 
 @app.command()
 def why(
-    trajectory: Annotated[str | None, typer.Argument(help="An id, as `agentloop top` shows it.")] = None,
+    trajectory: Annotated[str | None, typer.Argument(help="A trajectory's id, as in `agentloop top`.")] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Say why nothing moves, or why it is slow."""
+    """Explain why a service or a trajectory makes no progress, or is slow."""
     console = Console()
     for finding in asked(url, lambda client: client.why(trajectory), admin_key=admin_key, retry_timeout_s=2.0):
         console.print(f"{finding.text}\n  → {finding.action}", highlight=False, markup=False, soft_wrap=True)
@@ -50,15 +50,19 @@ def why(
 @weights.command("push")
 def push_weights(
     directory: Annotated[Path, typer.Argument(help="A folder of safetensors files that the service can read.")],
-    version: Annotated[int, typer.Option(min=0, help="The version they become.")],
+    version: Annotated[int, typer.Option(min=0, help="The version of the weights.")],
     url: Url = DEFAULT_URL,
-    kv_policy: Annotated[KVPolicy | None, typer.Option(help="What happens to older KV.")] = None,
+    kv_policy: Annotated[KVPolicy | None, typer.Option(help="Handling of KV of older weights.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="The folder holds a LoRA adapter (PEFT).")] = False,
-    name: Annotated[str | None, typer.Option(help="The adapter's name, where they have names.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="The version may be older, or noise.")] = False,
+    name: Annotated[
+        str | None, typer.Option(help="The adapter's name, if the service has several adapters.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Accept an older version, and weights that fail the canary check.")
+    ] = False,
     admin_key: AdminKey = None,
 ) -> None:
-    """Bring every replica to new weights."""
+    """Update every replica to new weights."""
 
     async def send(client: RolloutClient) -> UpdateReport:
         if adapter or name is not None:
@@ -69,7 +73,7 @@ def push_weights(
     report = asked(url, send, admin_key=admin_key)
     console = Console()
     for replica in report.replicas:
-        outcome = f"failed: {replica.error}" if replica.error else f"stood still for {replica.stall_ms:.0f} ms"
+        outcome = f"failed: {replica.error}" if replica.error else f"paused for {replica.stall_ms:.0f} ms"
         console.print(f"{replica.replica_id}  {outcome}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"version {report.version} live after {report.total_ms:.0f} ms", highlight=False)
 
@@ -77,16 +81,16 @@ def push_weights(
 @weights.command("publish")
 def publish_weights(
     directory: Annotated[Path, typer.Argument(help="A folder of safetensors files.")],
-    store: Annotated[str, typer.Option(help="A directory, or a URL as s3://BUCKET/PREFIX.")],
-    run: Annotated[str, typer.Option(help="The run: a folder of the store.")],
-    version: Annotated[int, typer.Option(min=0, help="The version they become.")],
-    encoding: Annotated[str, typer.Option(help="Of deltas: xor or overwrite.")] = "xor",
-    full_every: Annotated[int, typer.Option(min=1, help="Versions from one full one to the next.")] = 16,
-    cache: Annotated[str | None, typer.Option(help="A folder for the last version.")] = None,
+    store: Annotated[str, typer.Option(help="A directory, or a URL such as s3://BUCKET/PREFIX.")],
+    run: Annotated[str, typer.Option(help="The run's name, a folder of the store.")],
+    version: Annotated[int, typer.Option(min=0, help="The version of the weights.")],
+    encoding: Annotated[str, typer.Option(help="The encoding of deltas: xor or overwrite.")] = "xor",
+    full_every: Annotated[int, typer.Option(min=1, help="Store full weights every N versions.")] = 16,
+    cache: Annotated[str | None, typer.Option(help="A folder that caches the last version.")] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Publish weights as a version in a store, which services follow."""
+    """Publish weights as a version in a store that services follow."""
 
     async def send(client: RolloutClient) -> PublishReport:
         return await client.publish(
@@ -101,65 +105,67 @@ def publish_weights(
 
 @app.command()
 def cancel(
-    run: Annotated[str, typer.Argument(help="A rollout's id, as `status` shows it.")],
+    run: Annotated[str, typer.Argument(help="A rollout's id, as in `status`.")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """End what is queued or running of a rollout; each sample still gets its record."""
+    """Cancel a rollout; each of its samples still gets a record."""
     left = asked(url, lambda client: client.cancel(run), api_key=api_key)
     Console().print(f"{run}: {left.num_finished} of {left.num_accepted} have their records", highlight=False)
 
 
 @app.command()
 def pause(
-    mode: Annotated[PauseMode, typer.Option(help="What becomes of requests in flight.")] = PauseMode.KEEP,
-    reason: Annotated[str, typer.Option(help="What it is for, as the status shows it.")] = "",
+    mode: Annotated[PauseMode, typer.Option(help="Handling of requests in flight.")] = PauseMode.KEEP,
+    reason: Annotated[str, typer.Option(help="A reason, which the status shows.")] = "",
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Freeze all replicas between two tokens, until `resume`."""
+    """Pause generation on all replicas between two tokens, until `resume`."""
     asked(url, lambda client: client.pause(mode, reason=reason), admin_key=admin_key)
     Console().print("paused", highlight=False)
 
 
 @app.command()
 def resume(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
-    """Let frozen replicas go on."""
+    """Resume generation after `pause`."""
     asked(url, lambda client: client.resume(), admin_key=admin_key)
     Console().print("resumed", highlight=False)
 
 
 @app.command()
 def sleep(
-    level: Annotated[int, typer.Option(min=1, max=2, help="2 also discards the weights.")] = 1,
-    reason: Annotated[str, typer.Option(help="What it is for, as the status shows it.")] = "",
+    level: Annotated[
+        int, typer.Option(min=1, max=2, help="1 keeps the weights in host memory; 2 discards them.")
+    ] = 1,
+    reason: Annotated[str, typer.Option(help="A reason, which the status shows.")] = "",
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Freeze all replicas and give their memory back, until `wake`."""
+    """Pause all replicas and release their memory, until `wake`."""
     asked(url, lambda client: client.sleep(level, reason=reason), admin_key=admin_key)
     Console().print(f"asleep at level {level}", highlight=False)
 
 
 @app.command()
 def wake(
-    tag: Annotated[list[MemoryTag] | None, typer.Option(help="Only this memory; may be repeated.")] = None,
+    tag: Annotated[list[MemoryTag] | None, typer.Option(help="Only this kind of memory; may be repeated.")] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Take memory back; once all of it is, generation goes on."""
+    """Allocate the released memory again; generation resumes when all of it is back."""
     asked(url, lambda client: client.wake(tag or None), admin_key=admin_key)
     Console().print(f"awake: {', '.join(tag) if tag else 'all'}", highlight=False)
 
 
 @app.command()
 def drain(
-    host: Annotated[str, typer.Argument(help="A host's address, as `status` shows it.")],
-    undo: Annotated[bool, typer.Option("--undo", help="Give it work again.")] = False,
+    host: Annotated[str, typer.Argument(help="A host's address, as in `status`.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Assign work to it again.")] = False,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Give a host no more work, and wait until it may go."""
+    """Assign no more work to a host, and wait until it can be removed."""
     console = Console()
 
     async def drained(client: RolloutClient) -> None:
@@ -175,7 +181,7 @@ def drain(
 
 
 def asked(url: str, ask: Callable[[RolloutClient], Awaitable[T]], **options: Any) -> T:
-    """Ask a service, as a client with these options; what goes wrong ends the command."""
+    """Call a service with a client; an error ends the command."""
 
     async def connected() -> T:
         async with RolloutClient(url, **{"retry_timeout_s": 5.0, **options}) as client:
@@ -192,12 +198,12 @@ def _waiting(service: ServiceStatus) -> str:
 
 
 def in_thousands(num_tokens: int) -> str:
-    """Write a number of tokens in few letters."""
+    """Return a number of tokens in short form."""
     return str(num_tokens) if num_tokens < 10_000 else f"{num_tokens / 1000:,.0f}k"
 
 
 def described(service: ServiceStatus) -> str:
-    """Say in a few words if a service works, and with which weights."""
+    """Return a line about a service's state and weights."""
     state = "paused" if service.is_paused else "ready" if service.is_ready else "not ready"
     if service.asleep:
         state = f"asleep ({', '.join(service.asleep)})"

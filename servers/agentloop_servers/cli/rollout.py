@@ -1,4 +1,4 @@
-"""The command `rollout`: a run on a running service (needs the client's packages only), or on its own service."""
+"""The command `rollout`. On a running service it needs only the client's packages."""
 
 from __future__ import annotations
 
@@ -33,67 +33,75 @@ from agentloop_servers.cli.terminal import (
 )
 from agentloop_servers.config.service import ServiceConfig
 
-Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
+Config = Annotated[Path, typer.Option("--config", help="The config file of the service to start.")]
 Keep = Annotated[
-    int | None, typer.Option(min=1, help="Keep the first so many complete ones of each task; cancel the rest.")
+    int | None, typer.Option(min=1, help="Keep the first N complete trajectories of each task; cancel the rest.")
 ]
 SHIPPED_PUSH = Path("examples/tiny_policy/v1")
+SHIPPED_TASKS = Path("examples/data/tasks.jsonl")
 
 app = typer.Typer()
+
+Agent = Annotated[
+    str | None,
+    typer.Option(help="Your agent, my_module:run: run(task, base_url, api_key) returns a reward or None."),
+]
+AgentCommand = Annotated[
+    str | None,
+    typer.Option(help="Your agent as a command, with OPENAI_BASE_URL, OPENAI_API_KEY and AGENTLOOP_TASK set."),
+]
 
 
 @app.command()
 def rollout(
-    tasks: Annotated[Path, typer.Option(help="Tasks, one JSON object a line.")] = Path("examples/data/tasks.jsonl"),
-    environment: Annotated[str | None, typer.Option(help="Roll out its own tasks: my_env:Shop.")] = None,
-    samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories of each task.")] = 2,
+    tasks: Annotated[Path, typer.Option(help="A file of tasks, one JSON object per line.")] = SHIPPED_TASKS,
+    environment: Annotated[
+        str | None,
+        typer.Option(help="Use an environment's tasks: a registered name, or a path such as my_env:Shop."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories per task.")] = 2,
     keep: Keep = None,
     config: Config = DEFAULT_CONFIG,
     push: Annotated[
         Path | None,
-        typer.Option(
-            help=f"Weights to push while trajectories are in flight; {SHIPPED_PUSH} for the shipped config."
-        ),
+        typer.Option(help=f"A folder of weights to push during the run; {SHIPPED_PUSH} for the shipped config."),
     ] = None,
-    no_push: Annotated[bool, typer.Option("--no-push", help="Push nothing.")] = False,
-    push_version: Annotated[int, typer.Option(min=0, help="The version they become.")] = 1,
+    no_push: Annotated[bool, typer.Option("--no-push", help="Push no weights.")] = False,
+    push_version: Annotated[int, typer.Option(min=0, help="The version of the pushed weights.")] = 1,
     push_after: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Push once this share of the trajectories has finished.")
+        float, typer.Option(min=0.0, max=1.0, help="Push when this share of the trajectories has finished.")
     ] = 0.25,
     max_staleness: Annotated[
-        int | None, typer.Option(min=0, help="How many weight versions a trajectory may fall behind; 0: on-policy.")
+        int | None, typer.Option(min=0, help="Weight versions that a trajectory may be behind; 0: on-policy.")
     ] = None,
     on_stale: Annotated[
-        OnStale | None, typer.Option(help="What happens to one that falls further behind. Default: mask.")
+        OnStale | None, typer.Option(help="Handling of trajectories that are too stale. Default: mask.")
     ] = None,
     trajectories_per_version: Annotated[
-        int | None, typer.Option(min=1, help="Begin no more than a trainer of this many a version takes in time.")
+        int | None,
+        typer.Option(min=1, help="Trajectories that the trainer uses per version; limits how many are started."),
     ] = None,
-    agent: Annotated[
-        str | None,
-        typer.Option(
-            help="Your own agent, my_module:run, as run(task, base_url, api_key); it returns a reward or None."
-        ),
-    ] = None,
-    agent_command: Annotated[
-        str | None,
-        typer.Option(help="Your own agent as a command; it finds OPENAI_BASE_URL, OPENAI_API_KEY, AGENTLOOP_TASK."),
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Runs of your agent at once.")] = 16,
+    agent: Agent = None,
+    agent_command: AgentCommand = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Concurrent runs of your agent.")] = 16,
     out: Out = Path("runs"),
     url: Annotated[
         str | None,
-        typer.Option(help="A running service that does it, in place of one that is started for the run."),
+        typer.Option(envvar="AGENTLOOP_URL", help="The URL of a running service. Default: start one for this run."),
     ] = None,
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Roll out a task file, by a service of its own or by a running one, and write a run directory."""
+    """Roll out a task file, on a running service or a service that is started for the run."""
     limit = _limit(max_staleness, on_stale, trajectories_per_version)
     if limit is not None and (agent is not None or agent_command is not None):
-        raise typer.BadParameter("--max-staleness is for the service's own loops, not for --agent")
+        raise typer.BadParameter(
+            "--max-staleness is not supported with agents: it applies to the service's own loops"
+        )
     if url is not None and config != DEFAULT_CONFIG:
-        raise typer.BadParameter("--config is of a service that is started here, --url of one that runs")
+        raise typer.BadParameter(
+            "--config and --url exclude each other: --config starts a service, --url uses a running one"
+        )
     with clear_errors():
         shipped = SHIPPED_PUSH if url is None and config == DEFAULT_CONFIG else None
         weights = None
@@ -114,7 +122,7 @@ def _source(tasks: Path, environment: str | None) -> Path | str:
 def _roll_out(
     where: Path | ServiceAddress, options: RunOptions, agent: str | None, command: str | None, concurrency: int
 ) -> None:
-    """Run by the service at an address, or by one of a config, and show the summary. Exits with 1 if not good."""
+    """Run on the service at an address, or start one, and show the summary. Exits with 1 after a failure."""
     console = Console()
     settings: ServiceConfig | None = None
     if isinstance(where, ServiceAddress):

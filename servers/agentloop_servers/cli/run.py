@@ -1,11 +1,10 @@
-"""`agentloop rollout`: a whole run, from task file to summary.
+"""`agentloop rollout`: a run from the task file to the summary.
 
-It owns the run directory and talks to the service through `RolloutClient` alone; `own_service.py` starts and stops
-a service for the run. What was finished is in the store whatever happens here: an interrupted run
-can still be exported. A run on a service that was running stores here what comes back.
+The command owns the run directory and uses the service only through `RolloutClient`; `own_service.py` starts and
+stops a service for the run. Finished trajectories are in the service's store, so an interrupted run can still be
+exported. A run on an existing service stores the received trajectories in its own run directory.
 
-With `--agent` a user's own agent does the work, in this process or in processes of this one, over sessions of
-the same service; run directory, weight push, summary and export are the same.
+With `--agent` a user's agent does the work over sessions, in this process or in child processes.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ REPORT_NAME = "report.html"
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
 LATEST_NAME = "latest"
-MAX_PUSHES, PUSH_WAIT_S = 3, 1.0  # of a run whose push fails on the replicas
-CONNECT_TIMEOUT_S = 5.0  # for a running service to answer
+MAX_PUSHES, PUSH_WAIT_S = 3, 1.0  # attempts if the push fails on the replicas, and the seconds between
+CONNECT_TIMEOUT_S = 5.0  # a running service answers within
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPush:
-    """New weights in the middle of a run: once `after_share` of the trajectories have finished."""
+    """A weight push during a run, when `after_share` of the trajectories have finished."""
 
     directory: Path
     version: int
@@ -64,23 +63,23 @@ class WeightPush:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The tasks of a run, a file or an environment's own, and the folder it writes to."""
+    """The tasks of a run (a file, or an environment), and the folder that it writes to."""
 
     tasks: Path | str
     num_samples: int
     out: Path
     push: WeightPush | None
     limit: StalenessLimit | None = None
-    keep: int | None = None  # of `num_samples`; None: all
+    keep: int | None = None  # out of `num_samples`; None: all
 
     def load_tasks(self) -> list[RolloutTask]:
-        """Raises InvalidRequest for tasks that cannot be read."""
+        """Return the tasks. Raises InvalidRequest if they cannot be read."""
         return load_tasks(self.tasks) if isinstance(self.tasks, Path) else tasks_of(self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The counts that came back over HTTP; the records themselves are in the store."""
+    """The counts of a run; its records are in the store."""
 
     num_accepted: int
     num_received: int
@@ -103,12 +102,12 @@ class RunResult:
 
 
 Keep: TypeAlias = Callable[[Trajectory], None]
-"""What becomes of each record that came back."""
+"""Called with each received trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
-    """A running service, and the keys that a user has for it."""
+    """A running service, and the user's keys for it."""
 
     url: str
     api_key: str | None
@@ -132,15 +131,15 @@ class Collect(Protocol):
         progress: ProgressView,
         keep: Keep = ...,
     ) -> Collected:
-        """Have every sample rolled out, and push when it is time."""
+        """Roll out every sample, and push the weights during the run."""
 
 
 async def run_on(
     address: ServiceAddress, options: RunOptions, console: Console, collect_with: Collect | None = None
 ) -> RunResult:
-    """Roll out by a running service, and write a run directory of what came back.
+    """Roll out on a running service, and write the trajectories to a run directory.
 
-    Raises InvalidRequest for tasks that cannot be read and for a limit under which the run could not end.
+    Raises InvalidRequest for unreadable tasks, and for a staleness limit with which the run could not end.
     """
     tasks = options.load_tasks()
     async with address.client(retry_timeout_s=CONNECT_TIMEOUT_S) as client:
@@ -167,14 +166,14 @@ async def run_on(
 
 
 def begin_run(run_dir: Path, console: Console) -> None:
-    """Make a run directory the latest, and have this process write its log there."""
+    """Point `latest` to a run directory, and write this process's log there."""
     link_latest(run_dir)
     configure_logging(run_dir / LOG_NAME)
     console.print(f"run      {run_dir}", highlight=False, soft_wrap=True)
 
 
 def _leave_to_the_service(trajectory: Trajectory) -> None:
-    """Keep no copy of a record that is in the run directory's store already."""
+    """Keep no copy: the service's store in the run directory has the record."""
 
 
 async def collect(
@@ -184,7 +183,7 @@ async def collect(
     progress: ProgressView,
     keep: Keep = _leave_to_the_service,
 ) -> Collected:
-    """Submit everything, take every trajectory, push when it is time."""
+    """Submit all tasks, read every trajectory, and push the weights during the run."""
     started_at = time.monotonic()
     limit = options.limit
     rollout = await client.submit(
@@ -209,10 +208,10 @@ async def collect(
 
 
 class MidRunPush:
-    """The push of a run, begun once enough trajectories have finished; leaving the context waits for its end.
+    """The weight push of a run, started when enough trajectories have finished; leaving the context waits for it.
 
-    `doomed` rollouts hold back until the version comes what would without it never begin: if the push fails, they
-    are cancelled.
+    `doomed` rollouts hold back samples until the new version is live. If the push fails, these would never start,
+    so the rollouts are cancelled.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class MidRunPush:
         await self._group.__aexit__(kind, error, trace)
 
     def look(self, num_finished: int) -> None:
-        """Push if it is time and not done yet."""
+        """Start the push if enough trajectories have finished."""
         if self._push is not None and self._pushing is None and num_finished >= self._push_at:
             pushing = _push(self._client, self._push, self._progress, self._doomed)
             self._pushing = self._group.create_task(pushing)
@@ -262,9 +261,9 @@ class MidRunPush:
 async def _push(
     client: RolloutClient, push: WeightPush, progress: ProgressView, doomed: tuple[str, ...]
 ) -> UpdateReport | AgentLoopError:
-    """Push, and return the report, or the error as a value: trajectories in flight continue under the old weights.
+    """Push the weights. Returns the report, or the error: trajectories in flight continue with the old weights.
 
-    A push that failed on the replicas is repeated; one whose weights were refused is not.
+    A push that failed on the replicas is repeated; refused weights are not.
     """
 
     def announce(state: RetryCallState) -> None:
@@ -281,7 +280,7 @@ async def _push(
     try:
         async for attempt in repeated:
             with attempt:
-                # RECOMPUTE: every recorded logprob can then be computed again from the ids and the span's version.
+                # With RECOMPUTE every recorded logprob can be recomputed from the ids and the span's version.
                 report = await client.update_weights(
                     push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE
                 )
@@ -296,12 +295,13 @@ async def _push(
 
 
 def check_can_end(options: RunOptions, num_trajectories: int, model_version: int) -> None:
-    """Raises InvalidRequest if the limit would hold some back for ever: a run pushes once, or not at all."""
+    """Raise InvalidRequest if the staleness limit would hold trajectories back forever: a run pushes at most
+    once."""
     room, push = _room(options.limit), options.push
     push_at = _push_at(push, num_trajectories)
     if room < push_at:
         raise _never_ends(room, num_trajectories, "reach its push")
-    # A push at once may go before the first trajectory, whose version is the one that versions are counted from.
+    # A push at the start may precede the first trajectory, and versions are counted from that trajectory's version.
     if push is not None and push_at > 0:
         room = _room(options.limit, max(0, push.version - model_version))
     if room < num_trajectories:
@@ -310,27 +310,28 @@ def check_can_end(options: RunOptions, num_trajectories: int, model_version: int
 
 def _never_ends(room: float, num_trajectories: int, what: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the staleness limit lets {room} of {num_trajectories} trajectories begin: the run would never {what}",
+        f"the staleness limit allows only {room} of {num_trajectories} trajectories: the run would never {what}",
         param="trajectories_per_version",
     )
 
 
 def _room(limit: StalenessLimit | None, num_versions: int = 0) -> float:
-    """Count the trajectories that may begin after `num_versions` more versions; infinite without an allowance."""
+    """Return the number of trajectories that may start after `num_versions` more versions; infinite without a
+    limit."""
     if limit is None or limit.trajectories_per_version is None:
         return math.inf
     return (limit.max_staleness + 1 + num_versions) * limit.trajectories_per_version
 
 
 def _push_at(push: WeightPush | None, num_trajectories: int) -> int:
-    """Return how many trajectories have finished when it is time to push."""
+    """Return the number of finished trajectories at which the push starts."""
     return math.ceil(push.after_share * num_trajectories) if push is not None else 0
 
 
 def write_results(run_dir: Path, collected: Collected) -> Summary:
-    """Export and summarize the store: the files hold the records on disk, not those that were seen on the way.
+    """Export and summarize the records in the store.
 
-    Without the part `agentloop_view` there is no Parquet file and no report, without the extra `export` no Parquet.
+    Without the part `agentloop_view` there is no Parquet file and no report; without the extra `export` no Parquet.
     """
     _export("parquet", run_dir / PARQUET_NAME)
     store = TrajectoryReader(store_in(run_dir))
@@ -350,7 +351,7 @@ def write_results(run_dir: Path, collected: Collected) -> Summary:
 
 
 def _export(format: str, file: Path) -> None:
-    """Export the run of a file in its folder; a warning says why an optional format is not written."""
+    """Export the run in a file's folder to the file; logs a warning if an optional format is unavailable."""
     try:
         parts.load(parts.EXPORTERS, format, param="format")(ExportRequest(store_in(file.parent), file))
     except InvalidRequest as error:
@@ -358,22 +359,22 @@ def _export(format: str, file: Path) -> None:
 
 
 def link_latest(run_dir: Path) -> None:
-    """Point `latest`, beside the run directory, to it; readers see the old link or the new one."""
+    """Point `latest`, next to the run directory, to it, atomically."""
     link = run_dir.parent / f".{LATEST_NAME}.{run_dir.name}"
     link.symlink_to(run_dir.name)
     os.replace(link, run_dir.parent / LATEST_NAME)
 
 
-MAX_ERRORS_SHOWN = 5  # the log has them all
+MAX_ERRORS_SHOWN = 5  # the log has all
 
 
 def load_program(agent: str | None, command: str | None, config: ServiceConfig | None) -> AgentProgram | None:
-    """The agent that the command line names, if it names one. Raises InvalidRequest.
+    """Return the agent of the command line, if any. Raises InvalidRequest.
 
-    A module is found as by `python -m`: the working directory counts. A command does not see the service's keys.
+    A module may be in the working directory. A command does not get the service's keys in its environment.
     """
     if agent is not None and command is not None:
-        raise InvalidRequest("either an agent or an agent command, not both", param="agent")
+        raise InvalidRequest("--agent and --agent-command exclude each other", param="agent")
     if agent is not None:
         find_modules_here()
         return AgentProgram.load(agent)
@@ -399,11 +400,19 @@ class AgentCollect:
         progress: ProgressView,
         keep: Keep = _leave_to_the_service,
     ) -> Collected:
-        """Raises InvalidRequest for a staleness limit, which sessions do not have, and for an unknown reward."""
+        """Run the agents.
+
+        Raises InvalidRequest for options that sessions do not have, and for an unknown reward.
+        """
         if options.limit is not None:
-            raise InvalidRequest("a staleness limit is for the service's own loops", param="max_staleness")
+            raise InvalidRequest(
+                "--max-staleness is not supported with agents: it applies to the service's own loops",
+                param="max_staleness",
+            )
         if options.keep is not None:
-            raise InvalidRequest("to keep some samples is for the service's own loops", param="keep")
+            raise InvalidRequest(
+                "--keep is not supported with agents: it applies to the service's own loops", param="keep"
+            )
         started_at = time.monotonic()
         tally = Tally(len(tasks) * options.num_samples, started_at)
         progress.show(tally)
@@ -435,7 +444,7 @@ class _View:
     num_shown: int = 0
 
     def add(self, record: AgentRecord) -> None:
-        """Count it, and say what went wrong the first few times."""
+        """Count a record, and print the first few errors."""
         if record.trajectory is not None:
             self.tally.add(record.trajectory)
         else:

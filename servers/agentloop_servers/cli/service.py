@@ -24,20 +24,22 @@ app = typer.Typer()
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Option("--config", help=f"A Serve config file; {DEFAULT_CONFIG}.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help=f"The config file. Default: {DEFAULT_CONFIG}.")
+    ] = None,
     out: Out = Path("runs"),
     resume: Annotated[
         str | None,
-        typer.Option(help="A run directory, or its id, to go on with: queue, sessions, weights, records."),
+        typer.Option(help="A run directory or id to resume: its queue, sessions, weights and records."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="A Ray cluster that runs, HOST:PORT, or auto: this host's. On its head.")
+        str | None, typer.Option(help="A running Ray cluster, HOST:PORT or auto; run the command on its head node.")
     ] = None,
     grace_s: Annotated[
-        float, typer.Option(min=0.0, help="After SIGTERM, the seconds that running trajectories have to end.")
+        float, typer.Option(min=0.0, help="Seconds for running trajectories to finish after SIGTERM.")
     ] = 30.0,
 ) -> None:
-    """Run the service on a Ray of its own, or on a cluster, until Ctrl-C, or SIGTERM: what runs then ends first."""
+    """Run the service, on a local Ray or on a Ray cluster, until Ctrl-C or SIGTERM."""
     with clear_errors():
         run_dir = None if resume is None else folder_of(store_of(resume))
         saved = None if run_dir is None or config is not None else resumed_config(run_dir)
@@ -51,10 +53,10 @@ def serve(
 async def _serve(
     config: ServiceConfig, run_dir: Path, address: str | None, grace_s: float, *, is_resumed: bool
 ) -> None:
-    """Raises Conflict if a service runs in the directory."""
-    configure_logging(None)  # until there is a run directory
+    """Check that the run is free. Raises Conflict if a service uses its directory."""
+    configure_logging(None)  # the run directory does not exist yet
     if is_resumed:
-        (await take_run_lock(run_dir, 0.0)).release()  # the coordinator holds it from its start on
+        (await take_run_lock(run_dir, 0.0)).release()  # the coordinator takes it when it starts
     console = Console()
 
     def say(line: str) -> None:
@@ -63,7 +65,7 @@ async def _serve(
     def begin() -> None:
         link_latest(run_dir)
         configure_logging(run_dir / LOG_NAME)
-        say(f"{'going on' if is_resumed else 'starting'}; log and trajectories in {run_dir}")
+        say(f"{'resuming' if is_resumed else 'starting'}; log and trajectories in {run_dir}")
 
     waits_for_weights = is_resumed or config.awaits_weights
     async with running_service(
@@ -75,7 +77,7 @@ async def _serve(
         await stopping.wait()
         num_left = await drain(config, run_dir, grace_s)
     if num_left > 0:
-        say(f"stopped; {num_left} trajectories go on with: agentloop serve --resume {run_dir}")
+        say(f"stopped; {num_left} unfinished trajectories continue with: agentloop serve --resume {run_dir}")
 
 
 def _stop_on_sigterm() -> asyncio.Event:

@@ -1,4 +1,4 @@
-"""Parts of all commands: options, files that the user named, errors in one line, and the end by a signal."""
+"""Shared by all commands: options, the files that the user names, errors in one line, and signals."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from agentloop_servers.run.store import has_store, store_in
 
 T = TypeVar("T")
 
-Url = Annotated[str, typer.Option("--url", envvar="AGENTLOOP_URL", help="The service.")]
-ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="AGENTLOOP_KEY", help="A user key.")]
+Url = Annotated[str, typer.Option("--url", envvar="AGENTLOOP_URL", help="The URL of the service.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="AGENTLOOP_KEY", help="A user's API key.")]
 AdminKey = Annotated[str | None, typer.Option("--admin-key", envvar="AGENTLOOP_ADMIN_KEY", help="The admin key.")]
-Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]
+Out = Annotated[Path, typer.Option("--out", help="The parent folder of run directories.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONFIG = Path("servers/cpu.yaml")
 
 
 def given(what: str, option: str, path: Path) -> Path:
-    """Return a path that the user gave, as `located`. Raises InvalidRequest if nothing is there."""
+    """Return the user's path as `located` finds it. Raises InvalidRequest if it does not exist."""
     found = located(str(path))
     if not found.exists():
         where = "there" if path.is_absolute() else f"here, nor in {CHECKOUT}"
@@ -50,7 +50,7 @@ def store_of(run: str) -> Path | Home:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; Ctrl-C and SIGTERM cancel it and are answered once everything has been cleaned up."""
+    """Run a coroutine; Ctrl-C and SIGTERM cancel it, and the process ends after its cleanup."""
 
     async def guarded() -> T:
         end_on_sigterm()
@@ -59,22 +59,22 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(guarded())
     except KeyboardInterrupt as stop:
-        Console(stderr=True).print("interrupted; everything that was started is stopped")
+        Console(stderr=True).print("interrupted; all started processes are stopped")
         raise typer.Exit(130) from stop
     except asyncio.CancelledError as stop:
-        Console(stderr=True).print("told to end; everything that was started is stopped")
+        Console(stderr=True).print("received SIGTERM; all started processes are stopped")
         raise typer.Exit(143) from stop
 
 
 def end_on_sigterm() -> None:
-    """Let SIGTERM cancel the current task, so that everything it started is stopped."""
+    """Make SIGTERM cancel the current task, so that its cleanup runs."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def find_modules_here() -> None:
-    """Let import paths name modules of the working directory, here and in the processes of this one."""
+    """Make modules of the working directory importable, also in child processes."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -83,7 +83,7 @@ def find_modules_here() -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Print an AgentLoopError or OSError of the block as a line on stderr, and exit with 1."""
+    """Print an AgentLoopError or OSError of the block as one line on stderr, and exit with 1."""
     try:
         yield
     except* (AgentLoopError, OSError) as group:

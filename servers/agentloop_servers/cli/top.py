@@ -1,7 +1,7 @@
-"""`agentloop top`: a running service on a terminal, once a second.
+"""`agentloop top`: the state of a running service on a terminal, refreshed every second.
 
-`picture` is a pure function of what the service said and of the view. `_Terminal` alone touches the terminal, and
-writes the lines that changed.
+`picture` is a pure function of the service's snapshot and the user's view. Only `_Terminal` writes to the terminal;
+it writes the lines that changed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from agentloop_servers.cli.remote import asked, described, in_thousands
 from agentloop_servers.cli.terminal import DEFAULT_URL, AdminKey, Url
 
 REFRESH_S = 1.0
-NUM_ROWS = 200  # trajectories that are asked for
-_WIDE = 120  # columns, from which on there is room for more facts
+NUM_ROWS = 200  # trajectories that are requested
+_WIDE = 120  # columns: a wider terminal shows more facts
 
 _KEY = re.compile(r"\x1b\[[A-D]|[\s\S]")
 _STEPS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1}
@@ -50,7 +50,7 @@ app = typer.Typer()
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The service at one moment, as `--json` prints it: the answers of `GET /status`, `/flight` and `/why`."""
+    """A snapshot of the service: the answers of `GET /status`, `/flight` and `/why`, as in `--json`."""
 
     status: ServiceStatus
     flight: FlightPage
@@ -58,7 +58,7 @@ class Snapshot:
 
 
 class Order(StrEnum):
-    """The field of a flight by which trajectories are sorted, the largest first."""
+    """The field by which trajectories are sorted, the largest first."""
 
     AGE = "age_s"
     WAIT = "for_s"
@@ -68,22 +68,22 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The user's choices, and what went wrong since the snapshot."""
+    """The user's choices, and the error since the snapshot, if any."""
 
     order: Order = Order.AGE
     selected: str = ""  # a trajectory's id
-    is_open: bool = False  # the selected one's `why` stands in place of the list
+    is_open: bool = False  # show the `why` of the selected trajectory instead of the list
     trouble: str = ""
 
 
 @app.command()
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as a JSON document.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the state once, as JSON.")] = False,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Watch a running service: replicas, queue, the oldest in flight, tools, and what is wrong."""
+    """Watch a running service: replicas, queue, oldest trajectories, tools and problems."""
     console = Console()
     if not (once or as_json) and console.is_terminal and sys.stdin.isatty():
         asked(url, lambda client: _watch(client, console), admin_key=admin_key, retry_timeout_s=2.0)
@@ -191,7 +191,7 @@ def _trajectories(flights: FlightPage, view: View, width: int, height: int) -> l
 
 
 def _tools(flights: FlightPage, width: int, most: int) -> list[Text]:
-    """Show how many run of each tool, of rewards and of loops' own code, and the one that has for longest."""
+    """Show how many calls of each tool, of rewards and of loops run, and the oldest of each."""
     longest = {row.flight.name: row for row in reversed(flights.longest_tools)}
     rows = []
     for name, num in flights.doing:
@@ -202,9 +202,9 @@ def _tools(flights: FlightPage, width: int, most: int) -> list[Text]:
 
 
 def _table(columns: list[tuple[str, int]], rows: Sequence[tuple[str, ...]], width: int, most: int) -> list[Text]:
-    """Return a header, and as many rows as fit; cells beyond the columns are left out.
+    """Return a header and as many rows as fit; cells beyond the columns are dropped.
 
-    A column has a title and a width: a negative one aligns to the right, and 0 is what the others leave.
+    A column has a title and a width. A negative width aligns to the right; 0 takes the remaining width.
     """
     rest = width - sum(abs(num) + 1 for _, num in columns if num) - 1
 
@@ -219,7 +219,7 @@ def _table(columns: list[tuple[str, int]], rows: Sequence[tuple[str, ...]], widt
 
 def _fitted(cell: str, num: int) -> str:
     if len(cell) > abs(num):
-        cell = f"…{cell[1 - abs(num) :]}"  # the end of an id tells it from others
+        cell = f"…{cell[1 - abs(num) :]}"  # the end of an id identifies it
     return set_cell_size(cell.rjust(-num) if num < 0 else cell, abs(num))
 
 
@@ -237,13 +237,13 @@ async def _look(client: RolloutClient) -> Snapshot:
 
 @contextmanager
 def _taken(console: Console) -> Iterator[asyncio.Queue[str]]:
-    """Take the terminal, and give it back as it was; yields the keys that are pressed."""
+    """Switch the terminal to full screen, and restore it; yields a queue of pressed keys."""
     before, loop = termios.tcgetattr(sys.stdin), asyncio.get_running_loop()
-    keys = asyncio.Queue[str]()  # as fast as a hand
+    keys = asyncio.Queue[str]()  # keys arrive slowly: no bound
 
     def read() -> None:
         pressed = os.read(sys.stdin.fileno(), 1024).decode(errors="replace")
-        for key in _KEY.findall(pressed) or ["q"]:  # no more input: the terminal is gone
+        for key in _KEY.findall(pressed) or ["q"]:  # end of input: the terminal was closed
             keys.put_nowait(key)
 
     try:
@@ -257,11 +257,13 @@ def _taken(console: Console) -> Iterator[asyncio.Queue[str]]:
 
 
 def _draw(console: Console, seen: Snapshot, view: View, drawn: Lines) -> Lines:
-    """Show the picture in place of the lines of an earlier one: those that differ are written, in one write."""
+    """Write the lines that differ from the earlier picture, in one write."""
     size = console.size
     lines = console.render_lines(picture(seen, *size, view), console.options.update_dimensions(*size))
     with console:
-        if [*map(Segment.get_line_length, drawn)] != [size.width] * size.height:  # the first, or of another size
+        if [*map(Segment.get_line_length, drawn)] != [
+            size.width
+        ] * size.height:  # the first picture, or another size
             drawn = []
             console.control(Control.clear())
         for y, line in enumerate(lines):
@@ -272,8 +274,8 @@ def _draw(console: Console, seen: Snapshot, view: View, drawn: Lines) -> Lines:
 
 
 async def _watch(client: RolloutClient, console: Console) -> None:
-    """Show the service until `q`, or a signal."""
-    seen, view = await _look(client), View()  # an error of the first look ends the command
+    """Show the service until `q` or a signal."""
+    seen, view = await _look(client), View()  # an error of the first request ends the command
     with _taken(console) as keys:
 
         async def follow() -> None:

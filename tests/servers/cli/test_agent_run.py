@@ -75,7 +75,7 @@ def test_a_command_does_not_see_the_service_s_keys(monkeypatch) -> None:
     program = load_program(None, f"{sys.executable} agent.py", config)
     assert program is not None
     assert load_program(None, None, config) is None
-    with pytest.raises(InvalidRequest, match="not both"):
+    with pytest.raises(InvalidRequest, match="exclude each other"):
         load_program("a:b", "c", config)
 
 
@@ -94,8 +94,8 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch)
         (["--agent", "no_such_module:run"], 1, "error: cannot import 'no_such_module:run'"),
         (["--agent", f"{AGENTS}:takes_too_little"], 1, "run(task, base_url, api_key)"),
         (["--agent-command", "no-such-program"], 1, "error: no such command"),
-        (["--agent", "a:b", "--agent-command", "c"], 1, "either an agent or an agent command"),
-        (["--agent", "a:b", "--max-staleness", "0"], 2, "own loops"),
+        (["--agent", "a:b", "--agent-command", "c"], 1, "exclude each other"),
+        (["--agent", "a:b", "--max-staleness", "0"], 2, "not supported with agents"),
         (["--agent", "a:b", "--concurrency", "0"], 2, "concurrency"),
     ],
 )

@@ -129,7 +129,7 @@ def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> N
         (
             ["rollout", "--max-staleness", "0", "--trajectories-per-version", "8", "--no-push"],
             1,
-            "error: the staleness limit lets 8 of 512 trajectories begin: the run would never end",
+            "error: the staleness limit allows only 8 of 512 trajectories: the run would never end",
         ),
         (["serve", "--config", "absent.yaml"], 1, "error: cannot read the config: --config absent.yaml: nothing"),
         (["rollout", "--tasks", "absent.jsonl"], 1, "--tasks absent.jsonl: nothing of that name is here, nor in"),
@@ -138,7 +138,7 @@ def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> N
         (
             ["rollout", "--url", "http://127.0.0.1:9", "--config", "x"],
             2,
-            "--config is of a service",
+            "--config and --url exclude each other",
         ),
         (["pause", "--mode", "never"], 2, "mode"),
         (["show", "t", "--run", "no-such-run"], 1, "error: no run 'no-such-run'"),
@@ -499,12 +499,16 @@ async def test_a_failed_push_ends_what_waits_for_its_version(tmp_path: Path) -> 
         (None, None, None),
         (StalenessLimit(0), None, None),
         (StalenessLimit(1, trajectories_per_version=50), None, None),
-        (StalenessLimit(1, trajectories_per_version=49), None, "lets 98 of 100 trajectories begin: .* never end"),
+        (StalenessLimit(1, trajectories_per_version=49), None, "allows only 98 of 100 trajectories: .* never end"),
         (StalenessLimit(0, trajectories_per_version=50), (1, 0.5), None),
-        (StalenessLimit(0, trajectories_per_version=50), (1, 0.51), "lets 50 of 100 .* never reach its push"),
-        (StalenessLimit(0, trajectories_per_version=49), (1, 0.25), "lets 98 of 100 .* never end"),
+        (
+            StalenessLimit(0, trajectories_per_version=50),
+            (1, 0.51),
+            "allows only 50 of 100 .* never reach its push",
+        ),
+        (StalenessLimit(0, trajectories_per_version=49), (1, 0.25), "allows only 98 of 100 .* never end"),
         (StalenessLimit(0, trajectories_per_version=34), (2, 0.25), None),
-        (StalenessLimit(0, trajectories_per_version=50), (1, 0.0), "lets 50 of 100 .* never end"),
+        (StalenessLimit(0, trajectories_per_version=50), (1, 0.0), "allows only 50 of 100 .* never end"),
     ],
 )
 def test_a_limit_under_which_a_run_cannot_end_is_refused(
@@ -529,10 +533,10 @@ def test_the_results_are_those_of_the_store(run_dir: Path) -> None:
     output = io.StringIO()
     Console(file=output, width=200).print(summary_table(summary))
     assert "3 of 4 accepted, 1 lost" in output.getvalue()
-    assert "success v1" in output.getvalue()
+    assert "success at v1" in output.getvalue()
     assert "stale" not in output.getvalue()
     Console(file=output, width=200).print(summary_table(summary, WeightUpdateFailed("replica-1: no answer")))
-    assert "failed, all tokens have the old version: replica-1: no answer" in output.getvalue()
+    assert "failed; all tokens have the old version: replica-1: no answer" in output.getvalue()
 
 
 @pytest.mark.parametrize(

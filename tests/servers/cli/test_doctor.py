@@ -23,25 +23,25 @@ OPENED = f"{THINK}, opened by the prompt"
 
 # Per family: its parser, its thoughts, and where its conversations fork instead of being bridged.
 VERDICTS: dict[str, tuple[str, str, set[str]]] = {
-    "qwen2_5": ("hermes", "none are written", set()),
+    "qwen2_5": ("hermes", "not written", set()),
     "qwen3": ("hermes", THINK, set()),
-    "qwen3_instruct_2507": ("hermes", "none are written", set()),
+    "qwen3_instruct_2507": ("hermes", "not written", set()),
     "qwen3_thinking_2507": ("hermes", OPENED, set()),
-    "qwen3_coder": ("qwen3_xml", "none are written", set()),
+    "qwen3_coder": ("qwen3_xml", "not written", set()),
     "qwen3_5": ("qwen3_xml", OPENED, set()),
     "qwen3_6": ("qwen3_xml", OPENED, set()),
-    "llama3_1": ("llama3_json", "none are written", set()),
-    "llama3_2": ("llama3_json", "none are written", set()),
+    "llama3_1": ("llama3_json", "not written", set()),
+    "llama3_2": ("llama3_json", "not written", set()),
     "deepseek_r1": ("deepseek_v3", OPENED, set()),
-    "deepseek_v3_1": ("deepseek_v31", "none are written", set()),
+    "deepseek_v3_1": ("deepseek_v31", "not written", set()),
     "glm4_5": ("glm45", THINK, set()),
-    "kimi_k2": ("kimi_k2", "none are written", set()),
-    "mistral_small_3_1": ("mistral", "none are written", {"user, with tools"}),
-    "mistral_small_3_2": ("mistral", "none are written", {"user, with tools"}),
+    "kimi_k2": ("kimi_k2", "not written", set()),
+    "mistral_small_3_1": ("mistral", "not written", {"user, with tools"}),
+    "mistral_small_3_2": ("mistral", "not written", {"user, with tools"}),
     "nemotron_3": ("qwen3_xml", OPENED, set()),
     "gpt_oss": ("harmony", "<|channel|>analysis<|message|> <|end|>", {"user, with tools", "user, no tools"}),
-    "gemma3": ("none", "none are written", set()),
-    "phi4_mini": ("none", "none are written", set()),
+    "gemma3": ("none", "not written", set()),
+    "phi4_mini": ("none", "not written", set()),
 }
 
 runner = CliRunner()
@@ -69,7 +69,7 @@ def test_every_family_has_its_verdict(tmp_path: Path, family: str) -> None:
     parser, thoughts, forks = VERDICTS[family]
     assert exit_code == 0
     assert checks["parser"]["detail"].startswith(f"{parser}: ")
-    assert checks["thoughts"]["detail"] == thoughts
+    assert checks["reasoning"]["detail"] == thoughts
     assert {name for name, check in checks.items() if check["detail"].startswith("fork: ")} == forks
     assert checks["self-test"]["is_ok"]
 
@@ -83,7 +83,7 @@ def test_tools_that_are_off_are_no_fault_and_told(tmp_path: Path) -> None:
     assert "tools' answers" not in checks
     exit_code, checks = verdict(a_model(tmp_path / "asked", "qwen3"), "--parser", "none")
     assert (exit_code, checks["parser"]["detail"]) == (0, "none: it is configured")
-    assert checks["thoughts"]["detail"] == THINK
+    assert checks["reasoning"]["detail"] == THINK
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_a_configs_chat_settings_count(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = {line[1:18].strip(): line[22:].strip() for line in result.output.splitlines()}
     assert rows["stop tokens"].startswith("<|endoftext|> ")
-    assert rows["thoughts"] == "none are written"
-    assert rows["self-test"] == "an answer, a call: rendered, cut out and read back"
+    assert rows["reasoning"] == "not written"
+    assert rows["self-test"] == "an answer, a call: rendered and parsed again"
 
 
 def test_the_doctor_needs_neither_ray_nor_an_engine(tmp_path: Path) -> None:
