@@ -20,7 +20,7 @@ from rich.text import Text
 from agentloop.api.findings import about
 from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError
-from agentloop.storage.summary import LengthSummary, StaleSummary, Summary, version_key
+from agentloop.storage.summary import MIXED, LengthSummary, StaleSummary, Summary, version_key
 from agentloop.types import Trajectory
 
 _OLDEST_S = 2.0
@@ -154,8 +154,8 @@ def summary_table(summary: Summary, push_error: AgentLoopError | None = None) ->
     table.add_row("tokens", f"{summary.sampled_tokens:,} sampled, {summary.observed_tokens:,} observed")
     table.add_row("throughput", f"{summary.sampled_tokens_per_s or 0:,.0f} tok/s over {summary.wall_s:.1f} s")
     for key, of_version in summary.success_by_version.items():
-        name = f"success at v{key}" if key.isdigit() else "success across versions"
-        table.add_row(name, f"{_percent(of_version.success)} of {of_version.num_trajectories}")
+        name = f"at v{key}" if key.isdigit() else {MIXED: "across versions"}.get(key, "without tokens")
+        table.add_row(f"success {name}", f"{_percent(of_version.success)} of {of_version.num_trajectories}")
     table.add_row("crossed an update", f"{summary.partial} ({_percent(summary.partial_share)})")
     table.add_row("recovered from a tool error", str(summary.recovered_from_tool_error))
     if summary.stale is not None:
