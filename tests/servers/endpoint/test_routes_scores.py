@@ -29,9 +29,7 @@ from agentloop.types import (
     VersionDemand,
 )
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
-from agentloop_trainers import teacher_logprobs
 from tests.contract.simulated_case import write_checkpoint
-from tests.parts.trainers.test_batches import group_rows, make_path, make_trajectory
 from tests.support.endpoint.chat_service import RENDERER, SPEC, ChatService, chat_service
 
 IDS = (5, 6, 7, 8, 9, 10)
@@ -195,34 +193,6 @@ async def test_a_score_that_its_replica_lost_is_made_at_another(tmp_path: Path) 
         service.engine.faults.num_lost = 1
         assert await client.score([IDS]) == [expected]
         assert service.engine.faults.num_lost == 0
-
-
-async def test_an_abort_of_sglangs_dialect_ends_a_score(tmp_path: Path) -> None:
-    async with chat_service(tmp_path) as service:
-        await service.engine.pause(PauseMode.KEEP)
-        body = {"input_ids": [*IDS], "return_logprob": True, "logprob_start_len": 0, "rid": "mine"}
-        asked = {**body, "sampling_params": {"max_new_tokens": 0}}
-        waiting = asyncio.create_task(posted(service, "/generate", asked))
-        while service.engine.load().num_waiting == 0:
-            await asyncio.sleep(0.01)
-        assert await posted(service, "/abort_request", {"rid": "mine"}) == {"num_aborted": 1}
-        meta = (await waiting)["meta_info"]
-        assert (meta["finish_reason"]["type"], meta["input_token_logprobs"]) == ("abort", [[None, IDS[0], None]])
-
-
-async def test_a_teachers_logprobs_lie_where_the_rows_do(service: ChatService, client: RolloutClient) -> None:
-    group = [
-        make_trajectory(0, 1.0, make_path(3, "xx.xx", "00000")),
-        make_trajectory(1, 0.0, make_path(2, "xxx", "000")),
-    ]
-    rows = group_rows(group)
-    found = await teacher_logprobs(rows, client)
-    assert [one.dtype for one in found] == [np.float32] * 2
-    for row, logprobs in zip(rows, found, strict=True):
-        assert logprobs.shape == row.logprobs.shape
-        assert (logprobs[: row.num_prompt] == 0).all()
-        [score] = await client.score([row.input_ids.tolist()], start=row.num_prompt)
-        assert logprobs[row.num_prompt :] == pytest.approx(score.logprobs)
 
 
 @dataclass
