@@ -95,7 +95,8 @@ def test_each_kind_gets_its_own_configuration():
         ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times was removed"),
         ({"engines": [{"kind": "vllm", "model": "other"}]}, "all engines serve the service's `model`"),
         ({"engines": [{"kind": "vllm", "name": "No Spaces"}]}, "should match pattern"),
-        ({"engines": [{"kind": "vllm", "attention_backend": "fa3"}]}, "attention_backend is SGLang's"),
+        ({"engines": [{"kind": "vllm", "settings": {"any": 1}}]}, "settings: the kind vllm has none"),
+        ({"engines": [{"attention_backend": "fa3"}]}, "it is `settings.attention_backend`"),
         ({"engines": [{"kind": "sglang", "data_parallel_size": 2}]}, "SGLang takes no data_parallel_size"),
         (
             {"engines": [{"kind": "vllm"}, {"kind": "sglang", "load_format": "dummy"}], "mode": "debug"},
