@@ -75,7 +75,7 @@ def create_app(
     an unknown loop or reward, a tool outside `tool_names` or a module outside `allowed_imports` is refused at the
     submit. Images may be files within `image_roots`. `nodes_without` returns the hosts that do not see a directory;
     it blocks. `labels` are for the records' routes; `model` has the weights that engines begin with. With an
-    `endpoint` agents are served too. The caller starts and closes its sessions, and enters the lifespans of `others`.
+    `endpoint` agents are served. The caller starts and closes its sessions and enters the lifespans of `others`.
 
     `others` are the apps of other models below `/models/NAME`, made with `is_inside`: this app guards them.
     """
