@@ -6,6 +6,9 @@ metadata (https://packaging.python.org/en/latest/specifications/entry-points/), 
     [project.entry-points."agentloop_rollouts.commands"]
     replay = "my_package.replay:app"
 
+An object of the groups `engines`, `routes`, `sinks` and `weight_sources` may have a pydantic model `Settings`. The
+object's section of the configuration is then validated by that model and passed to it as the argument `settings`.
+
 Our own parts are also listed here, because a copied tree, PYTHONPATH or a Ray `runtime_env` has no metadata. A test
 compares this table with pyproject.toml.
 """
@@ -18,6 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import install_hint, resolve
@@ -35,7 +40,7 @@ ENVIRONMENTS = "environments"
 """The group of environments: `agentloop.rollout.Environment` classes, by the names that tasks give."""
 
 ENGINES = "engines"
-"""The group of kinds of engines, with `check(settings)`, which raises ValueError, and `build(settings, fields)`."""
+"""The group of kinds of engines, with `check(entry)`, which raises ValueError, and `build(entry, fields)`."""
 
 EXPORTERS = "exporters"
 """The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
@@ -215,6 +220,24 @@ def load(group: str, name: str, *, param: str, shipped: Iterable[str] = ()) -> A
         if part is None:
             raise
         raise InvalidRequest(f"{error.message}: {install_hint(part.extra)}", param=param) from error
+
+
+def configured(group: str, name: str, given: Mapping[str, Any], *, param: str) -> tuple[Any, dict[str, BaseModel]]:
+    """Return a registered object and the argument `settings` for it, if it has a model `Settings`.
+
+    Raises as `load`, and InvalidRequest for settings that the model refuses.
+    """
+    found = load(group, name, param=param)
+    model: type[BaseModel] | None = getattr(found, "Settings", None)
+    if model is None:
+        if given:
+            raise InvalidRequest(f"{name} takes no settings: {', '.join(given)}", param=param)
+        return found, {}
+    try:
+        return found, {"settings": model.model_validate(given)}
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False))
+        raise InvalidRequest(f"settings of {name}: {'; '.join(problems)}", param=param) from error
 
 
 def find(group: str, name: str, *, param: str, shipped: Iterable[str] = ()) -> Any:

@@ -305,12 +305,16 @@ def package_of(module: str) -> str:
 @cache
 def imports(module: str) -> set[str]:
     """Every module that a file imports at run time, wherever the statement stands."""
+    return imported(trees()[module])
+
+
+def imported(tree: ast.Module) -> set[str]:
     names = set()
-    for node in ast.walk(trees()[module]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import"
+            assert node.level == 0, f"relative import of {node.module}"
             names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
@@ -333,6 +337,32 @@ def test_a_part_imports_the_core_and_no_other_part():
         if file.is_relative_to(ROOT / "tools"):
             forbidden |= {"agentloop_servers", "fastapi", "vllm", "sglang"}
         assert not {name.split(".")[0] for name in imports(module)} & forbidden, module
+
+
+# Tests of the core that import a part, or the tests of one, each with its reason.
+OF_SEVERAL_PARTS = {
+    "benchmarks",  # they measure the parts too
+    "clients",  # run in environments with all parts
+    "gpu",
+    "parts",
+    "servers/test_service_vllm.py",  # a whole service on a real engine: its traces, and slime's calls
+    "test_optional_parts.py",
+    "test_parts.py",
+}
+
+
+def test_a_test_of_the_core_imports_no_part():
+    folder, found = ROOT / "tests", []
+    for file in sorted(folder.rglob("*.py")):
+        name = str(file.relative_to(folder))
+        if name not in OF_SEVERAL_PARTS and name.split("/")[0] not in OF_SEVERAL_PARTS:
+            of_parts = [
+                one
+                for one in imported(ast.parse(file.read_text()))
+                if one.split(".")[0] in PART_SOURCES or one.startswith("tests.parts.")
+            ]
+            found += [f"{name}: {one}" for one in of_parts]
+    assert found == []
 
 
 def test_a_package_imports_what_the_table_allows():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 
 from agentloop import parts
 from agentloop.client import RolloutClient
@@ -18,9 +19,16 @@ from agentloop.parts import COMMANDS, PARTS, Part
 from agentloop.rollout.environment import tasks_of
 from agentloop.rollout.tool import load_tools
 from agentloop.types import Message, RolloutTask, Trajectory
+from agentloop_servers.app import begun_run
 from agentloop_servers.config.service import ServiceConfig
-from agentloop_servers.sinks import configured
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.ingress.app import create_app
+from agentloop_servers.processes.engine_parts import build_engine
+from agentloop_servers.processes.shared import followed_store
 from agentloop_tools.shell import ShellTool
+from tests.support.endpoint.front_door import serving
+from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.service.whole_service import simulated_config, whole_service
 
 ACME = Path(__file__).parent / "support" / "acme"
@@ -76,8 +84,8 @@ def agentloop(site: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def acme_config(**changed: object) -> ServiceConfig:
-    return simulated_config(engine={"kind": "acme"}, replicas=1, **changed)
+def acme_config(*, engine: dict[str, Any] | None = None, **changed: object) -> ServiceConfig:
+    return simulated_config(engine={"kind": "acme", **(engine or {})}, replicas=1, **changed)
 
 
 async def rolled_out(config: ServiceConfig, run_dir: Path, *tasks: RolloutTask) -> list[Trajectory]:
@@ -129,11 +137,39 @@ async def test_a_shell_runs_in_sandboxes_of_another_package(acme):
         await ShellTool(sandboxes="boxes").new_sandbox(None)
 
 
-def test_an_engine_and_a_sink_check_their_own_settings(acme):
-    with pytest.raises(ValueError, match="acme runs on one device"):
-        simulated_config(engine={"kind": "acme", "tensor_parallel_size": 2})
-    with pytest.raises(InvalidRequest, match="settings of a sink"):
-        configured(simulated_config(sinks={"kept": {"suffix": "p"}}))
+async def test_sections_of_the_configuration_reach_what_they_are_for(acme, tmp_path):
+    engine = build_engine(acme_config(engine={"settings": {"max_running": 7}}))
+    assert engine.info.max_running == 7
+    follows = {"store": "/none", "run": "r", "source": "shelf", "settings": {"version": 3}}
+    store = followed_store(simulated_config(mode="standalone", weights=follows), tmp_path)
+    assert await store.read_latest() == 3
+    for routes, said in (({}, "hello"), ({"hello": {"text": "good day"}}, "good day")):
+        app = create_app(FakeCoordinator(), ReversingEngine().connect, Keys(), route_settings=routes)
+        async with serving(app) as url, ClientSession(url) as http, http.get("/hello") as answer:
+            assert await answer.json() == said
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"engine": {"kind": "acme", "tensor_parallel_size": 2}}, "acme runs on one device"),
+        (
+            {"engine": {"kind": "acme", "settings": {"running": 7}}},
+            "settings of acme: running: Extra inputs are not",
+        ),
+        ({"sinks": {"kept": {"suffix": "p"}}}, "settings of kept: prefix: Field required; suffix: Extra"),
+        ({"sinks": {"lost": {}}}, "no sinks are registered as 'lost'; there are: kept, tracing"),
+        ({"routes": {"hello": {"text": 7}}}, "settings of hello: text: Input should be a valid string"),
+        ({"routes": {"ui": {"text": "7"}}}, "ui takes no settings: text"),
+        ({"routes": {"bye": {}}}, "no routes are registered as 'bye'; there are: contracts, hello, ui"),
+        ({"weights": {"source": "shelf"}}, "settings of shelf: version: Field required"),
+        ({"weights": {"source": "attic"}}, "no weight_sources are registered as 'attic'; there are: shelf, store"),
+    ],
+)
+def test_sections_that_nothing_registers_or_takes_are_refused_at_the_start(acme, tmp_path, changed, problem):
+    store = {"store": "/none", "run": "r", **changed["weights"]} if "weights" in changed else None
+    with pytest.raises((InvalidRequest, ValueError), match=problem):
+        begun_run(simulated_config(mode="standalone", **{**changed, "weights": store}), tmp_path)
 
 
 def test_our_own_part_that_is_missing_or_lacks_a_package_names_its_extra(only):

@@ -39,6 +39,7 @@ from agentloop_servers.config.service import (
     weight_bytes,
 )
 from agentloop_servers.coordinator.model_turns import check_turns
+from agentloop_servers.ingress.routes import registered_routes
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.processes.checks import check_hosts, check_model
 from agentloop_servers.processes.coordinator import CoordinatorDeployment
@@ -165,6 +166,7 @@ def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     check_store(config, run_dir)
     # A missing or misconfigured part is refused before anything starts.
     configured(config)
+    registered_routes(config.routes)
     if config.workers.isolation != "none":
         parts.load(parts.TRAJECTORY_RUNNERS, config.workers.isolation, param="workers.isolation")
     followed_store(config, run_dir)

@@ -1,7 +1,8 @@
 """One `engine_case` an engine, started once a session.
 
-`tests/contract/vllm_case.py` holds `async start_vllm_case() -> EngineCase` and `async stop_vllm_case(case)`, and so
-does the other engine's. It is imported only where its case runs: an engine that is not installed is skipped.
+`tests/contract/vllm_case.py` holds `async start_vllm_case() -> EngineCase` and `async stop_vllm_case(case)`, and
+`tests/parts/sglang/sglang_case.py` has SGLang's. Each is imported only where its case runs: an engine that is not
+installed is skipped.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ async def engine_case(
     engine = "sglang" if name == "sglang" else "vllm"
     if find_spec(engine) is None:
         pytest.skip(f"needs {engine} (`make test-{engine}`, or a GPU)")
-    module = importlib.import_module(f"tests.contract.{engine}_case")
+    where = "tests.parts.sglang" if engine == "sglang" else "tests.contract"
+    module = importlib.import_module(f"{where}.{engine}_case")
     case = await getattr(module, f"start_{name}_case")()
     yield case
     await getattr(module, f"stop_{engine}_case")(case)

@@ -356,20 +356,6 @@ async def test_an_environment_is_carried_over_or_the_trajectory_begins_again(
     assert_same(found, await undisturbed(rollout_task, replies, tools=[Pot(**options)]), num_resumed)
 
 
-async def test_variables_of_the_python_tool_are_carried_over(tmp_path):
-    rollout_task = task(tools=("python",))
-    replies = (call("python", code="x = 40"), call("python", code="x + 2"), ANSWER)
-    feeder, engine = Relay([rollout_task]), HangingEngine(*replies, hangs_at=1)
-    async with at_work(feeder, engine, tmp_path):
-        await engine.is_hanging.wait()
-        await written(tmp_path)
-    feeder.lose_worker()
-    async with at_work(feeder, HangingEngine(*replies), tmp_path):
-        await feeder.is_done.wait()
-    found = feeder.records["t/0"]
-    assert (found.num_resumed_turns, found.messages[4].content) == (1, "42")
-
-
 async def test_what_is_dropped_for_its_age_is_not_gone_on_from(tmp_path):
     class Older(Relay):
         async def finish_one(self, worker_id, trajectory):

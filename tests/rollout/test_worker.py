@@ -34,10 +34,9 @@ from agentloop.types import (
 from agentloop.values import codec
 from agentloop.values.endings import FailureClass
 from agentloop.values.sampling import LogprobsMode
-from agentloop_tools.calculator import calculator
-from agentloop_trainers.batches import group_rows
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids, scripted_engine, turns
+from tests.support.fleet.calculator import calculator
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.live_run import live_run, talk, write_checkpoint
 from tests.support.fleet.worker import running_worker, task
@@ -670,7 +669,6 @@ async def test_finish_ends_a_stale_trajectory_with_what_it_has(tmp_path):
     assert (trajectory.is_complete, trajectory.is_sound, trajectory.reward) == (False, False, None)
     assert (len(trajectory.path.turns), trajectory.versions, trajectory.num_masked_tokens) == (1, (0,), 0)
     assert trajectory.path.response_mask.all()
-    assert group_rows([trajectory]) == []
 
 
 async def test_finish_runs_no_tool_for_a_turn_that_will_not_follow(tmp_path):

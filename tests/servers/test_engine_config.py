@@ -13,9 +13,8 @@ from agentloop.errors import InvalidRequest
 from agentloop.values.capabilities import Feature
 from agentloop_servers.app import application
 from agentloop_servers.config.service import ServiceConfig, model_sizes
-from agentloop_servers.processes.engine_parts import build_engine, engine_actor_options, process_fields, vllm_config
+from agentloop_servers.processes.engine_parts import build_engine, engine_actor_options, vllm_config
 from agentloop_servers.processes.settings import replica_config, sized, weight_config
-from agentloop_sglang.kind import config_of
 
 MODEL = "examples/tiny_policy/v0"
 TWO = [{"kind": "simulated"}, {"kind": "simulated", "name": "short", "max_context_tokens": 256, "replicas": 2}]
@@ -64,26 +63,15 @@ def test_deadlines_are_those_of_the_slowest():
 
 
 def test_each_kind_gets_its_own_configuration():
-    config = service(
-        {"kind": "vllm", "weight_staging": "host"},
-        {
-            "kind": "sglang",
-            "kv_cache_dtype": "fp8",
-            "attention_backend": "fa3",
-            "block_size": 16,
-            "scheduling_policy": "priority",
-        },
-        mode="hybrid",
-    )
-    vllm, entry = vllm_config(config, config.entries[0]), config.entries[1]
-    sglang = config_of(entry, process_fields(config, entry))
-    assert (vllm.weight_staging, vllm.block_size) == ("host", 32)
-    assert (sglang.weight_staging, sglang.block_size) == ("none", 16)
-    assert (vllm.scheduling_policy, sglang.scheduling_policy) == ("fcfs", "priority")
-    assert sglang.attention_backend == "fa3"
-    assert (vllm.kv_cache_dtype, sglang.kv_cache_dtype) == ("auto", "fp8")
-    assert vllm.can_sleep
-    assert sglang.can_sleep
+    other = {"kv_cache_dtype": "fp8", "block_size": 64, "scheduling_policy": "priority", "name": "other"}
+    config = service({"kind": "vllm", "weight_staging": "host"}, {"kind": "vllm", **other}, mode="hybrid")
+    first, second = (vllm_config(config, entry) for entry in config.entries)
+    assert (first.weight_staging, first.block_size) == ("host", 32)
+    assert (second.weight_staging, second.block_size) == ("none", 64)
+    assert (first.scheduling_policy, second.scheduling_policy) == ("fcfs", "priority")
+    assert (first.kv_cache_dtype, second.kv_cache_dtype) == ("auto", "fp8")
+    assert first.can_sleep
+    assert second.can_sleep
 
 
 @pytest.mark.parametrize(
@@ -107,7 +95,8 @@ def test_each_kind_gets_its_own_configuration():
         ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times was removed"),
         ({"engines": [{"kind": "vllm", "model": "other"}]}, "all engines serve the service's `model`"),
         ({"engines": [{"kind": "vllm", "name": "No Spaces"}]}, "should match pattern"),
-        ({"engines": [{"kind": "vllm", "attention_backend": "fa3"}]}, "attention_backend is SGLang's"),
+        ({"engines": [{"kind": "vllm", "settings": {"any": 1}}]}, "settings: the kind vllm has none"),
+        ({"engines": [{"attention_backend": "fa3"}]}, "it is `settings.attention_backend`"),
         ({"engines": [{"kind": "sglang", "data_parallel_size": 2}]}, "SGLang takes no data_parallel_size"),
         (
             {"engines": [{"kind": "vllm"}, {"kind": "sglang", "load_format": "dummy"}], "mode": "debug"},

@@ -17,8 +17,8 @@ from agentloop.rollout.tool import tool
 from agentloop.types import Trajectory
 from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.local import running_service
-from agentloop_tools.calculator import evaluate
 from tests.benchmarks.soak_processes import Tree
+from tests.support.fleet.calculator import evaluate
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 

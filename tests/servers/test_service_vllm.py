@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
-from tests.servers.test_sglang_dialect import Sample, SlimeLikeTrainer
 
 from agentloop.api.coordinator import ServiceStatus
 from agentloop.client.client import RolloutClient
@@ -29,6 +28,7 @@ from agentloop.errors import WeightVersionNotServed
 from agentloop.types import Generation, KVPolicy, RolloutTask, Trajectory, VersionDemand
 from agentloop_servers.config.service import MetricsSettings, ServiceConfig, TracingSettings
 from agentloop_servers.local import running_service
+from tests.parts.contracts.test_sglang_dialect import Sample, SlimeLikeTrainer
 from tests.parts.traces.test_spans import attributes_of
 from tests.parts.traces.test_tracing import Receiver, receiving
 from tests.servers.processes import deployed

@@ -12,9 +12,9 @@ from agentloop.rollout.models import ModelCall
 from agentloop.testing import play
 from agentloop.testing.openai_policy import OpenAIPolicy
 from agentloop.types import Message, RolloutTask, StopReason, Trajectory
-from agentloop_tools.calculator import calculator
 from tests.support.endpoint.dialect_app import MODEL, dialect_service
 from tests.support.engine.scripted import call as written_call
+from tests.support.fleet.calculator import calculator
 from tests.testing.test_validation import Safe
 
 TASK = next(iter(Safe.tasks()))

@@ -118,10 +118,10 @@ class EngineConfig(_EngineModel):
     """CPUs that Ray reserves for a replica, on each of its hosts."""
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The share of a GPU that Ray reserves; the rest is for others on the same Ray."""
-    attention_backend: str | None = None
-    """SGLang's attention, as it calls it; left out: its own choice."""
     allow_untested: bool = False
     """Start a newer version of the engine than the tested ones, with a warning; otherwise it is refused."""
+    settings: dict[str, JsonValue] = {}
+    """Settings of a `kind` that a package registers, in addition to these: its page lists them."""
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -142,8 +142,8 @@ class EngineConfig(_EngineModel):
             raise ValueError(
                 "max_step_tokens and max_graph_tokens are vLLM's: SGLang decodes in steps of their own"
             )
-        if self.kind in OWN_KINDS and self.attention_backend:
-            raise ValueError("attention_backend is SGLang's")
+        if self.kind in OWN_KINDS and self.settings:
+            raise ValueError(f"settings: the kind {self.kind} has none")
         if self.kind not in OWN_KINDS:
             self._check_registered()
         if self.max_loras is not None:
@@ -154,9 +154,13 @@ class EngineConfig(_EngineModel):
             self._check_speculative(self.speculative)
         return self
 
+    def registered(self) -> tuple[Any, dict[str, BaseModel]]:
+        """Return the registered kind, and its own settings as an argument. Raises InvalidRequest."""
+        return parts.configured(parts.ENGINES, self.kind, self.settings, param="kind")
+
     def _check_registered(self) -> None:
         try:
-            engine = parts.load(parts.ENGINES, self.kind, param="kind")
+            engine, _ = self.registered()
         except InvalidRequest as error:
             raise ValueError(f"kind: {error.message}") from error
         engine.check(self)

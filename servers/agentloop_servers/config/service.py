@@ -61,13 +61,16 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as th
 
 
 _ONLY_NGRAMS = "remove it: drafts are always n-grams, since a draft model does not follow the policy"
+_OF_SGLANG = "with `kind: sglang` it is `settings.attention_backend`"
 _REMOVED: Mapping[str, str] = {
     "balancer.order": "groups go out by `age`",
     "balancer.retention": "a holder at a long tool gives its room to others while they wait for it",
     "balancer.step_times": "work is spread by the KV that each replica has",
+    "engine.attention_backend": _OF_SGLANG,
     "engine.speculative.method": _ONLY_NGRAMS,
     "engine.speculative.model": _ONLY_NGRAMS,
     "engine.tells_cache": "engines publish no KV events",
+    "engines.attention_backend": _OF_SGLANG,
     "engines.speculative.method": _ONLY_NGRAMS,
     "engines.speculative.model": _ONLY_NGRAMS,
     "engines.step_times": "work is spread by the KV that each replica has",
@@ -275,6 +278,10 @@ class WeightStoreSettings(_Strict):
     """A directory, or a URL that fsspec knows, as `s3://BUCKET/PREFIX`; credentials come from the environment."""
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
     """The run whose versions are served: a folder of the store."""
+    source: str = "store"
+    """The reader of the store: `store`, or the name that a package registers for another format."""
+    settings: dict[str, JsonValue] = {}
+    """Settings of a `source` that a package registers."""
     poll_s: Annotated[float, Field(ge=0.1)] = 5.0
     """The time between two looks at the pointer."""
     cache: str | None = None
@@ -447,6 +454,8 @@ class ServiceConfig(ModelConfig):
     """Folders whose images a task may show; left out: images come as data URLs only."""
     keys: KeysConfig = KeysConfig()
     """The environment variables of the keys."""
+    routes: dict[str, dict[str, JsonValue]] = {}
+    """Settings of the HTTP routes that packages register, by name. Other registered routes are served too."""
     sinks: dict[str, dict[str, JsonValue]] = {}
     """Other receivers of ended trajectories and updates: the settings of each sink that a package registers."""
     tracing: TracingSettings | None = None

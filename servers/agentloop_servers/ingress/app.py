@@ -35,7 +35,7 @@ from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
 from agentloop_servers.ingress.records import RecordRoutes, TokenLabels
 from agentloop_servers.ingress.rollouts import RolloutRoutes
-from agentloop_servers.ingress.routes import RouteContext, registered_routers
+from agentloop_servers.ingress.routes import RouteContext, RouteSettings, registered_routers
 from agentloop_servers.ingress.seeing import SeeingRoutes
 
 MODELS_PATH = "/models"
@@ -67,6 +67,7 @@ def create_app(
     model: Path = Path(),
     others: Mapping[str, FastAPI] = MappingProxyType({}),
     is_inside: bool = False,
+    route_settings: RouteSettings = MappingProxyType({}),
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` returns the engine of a replica's private URL.
 
@@ -74,10 +75,9 @@ def create_app(
     an unknown loop or reward, a tool outside `tool_names` or a module outside `allowed_imports` is refused at the
     submit. Images may be files within `image_roots`. `nodes_without` returns the hosts that do not see a directory;
     it blocks. `labels` are for the records' routes; `model` has the weights that engines begin with. With an
-    `endpoint` agents are served too; the caller starts and closes its sessions.
+    `endpoint` agents are served. The caller starts and closes its sessions and enters the lifespans of `others`.
 
-    `others` are the apps of other models, each below `/models/NAME`. Such an app `is_inside` this one, which guards
-    it, and the caller enters its lifespan.
+    `others` are the apps of other models below `/models/NAME`, made with `is_inside`: this app guards them.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
@@ -103,7 +103,7 @@ def create_app(
     app = _empty_app(keys, turns, limits, tally, lifespan, is_inside=is_inside)
     token_calls = None if endpoint is None else _include_endpoint(app, endpoint, keys, leases, others)
     context = RouteContext(coordinator, keys, limits, admin, endpoint, token_calls)
-    routers = registered_routers(context)
+    routers = registered_routers(context, route_settings)
     routers += [rollouts.open_routes(), rollouts.generate_route(context.generate_dialects), rollouts.user_routes()]
     routers += [admin.router(keys), *SeeingRoutes(coordinator).routers(keys)]
     for router in [*routers, RecordRoutes(coordinator, labels, keys).router()]:

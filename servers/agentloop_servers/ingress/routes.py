@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, TypeAlias, Union
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Discriminator, RootModel, Tag, create_model
@@ -18,6 +18,8 @@ from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.admin import AdminRoutes
+
+RouteSettings: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,18 @@ class RouteContext:
     generate_dialects: list[GenerateDialect] = field(default_factory=list)
 
 
-def registered_routers(context: RouteContext) -> list[APIRouter]:
-    """Return the routers of all registered routes. Raises InvalidRequest if one cannot be imported."""
-    makers = [parts.load(parts.ROUTES, name, param="routes") for name in parts.registered(parts.ROUTES)]
-    return [make(context) for make in makers]
+def registered_routers(context: RouteContext, settings: RouteSettings) -> list[APIRouter]:
+    """Return the routers of all registered routes. Raises as `registered_routes`."""
+    return [make(context, **own) for make, own in registered_routes(settings)]
+
+
+def registered_routes(settings: RouteSettings) -> list[tuple[Callable[..., APIRouter], dict[str, BaseModel]]]:
+    """Return the registered functions with their settings, which are given by name.
+
+    Raises InvalidRequest if one cannot be imported or refuses its settings, and for a name that nothing registers.
+    """
+    names = dict.fromkeys((*parts.registered(parts.ROUTES), *settings))
+    return [parts.configured(parts.ROUTES, name, settings.get(name, {}), param=f"routes.{name}") for name in names]
 
 
 def generate_body(dialects: Collection[GenerateDialect]) -> type[RootModel[Any]]:

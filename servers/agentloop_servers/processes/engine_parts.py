@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from agentloop import parts
 from agentloop.engine.interface import Engine, WeightUpdate
 from agentloop.engine.request_watch import ReportPace
 from agentloop.plugins import resolve
@@ -41,8 +40,8 @@ def build_engine(
     if entry.kind == "vllm":
         return VllmEngine(vllm_config(config, entry), other_hosts)
     if entry.kind != "simulated":
-        registered = parts.load(parts.ENGINES, entry.kind, param="kind")
-        return cast(Engine, registered.build(entry, process_fields(config, entry)))
+        kind, own = entry.registered()
+        return cast(Engine, kind.build(entry, process_fields(config, entry), **own))
     max_context_tokens, model = config.max_context_tokens(entry), config.model_path()
     has_weights = any(model.glob("*.safetensors"))
     return SimulatedEngine(

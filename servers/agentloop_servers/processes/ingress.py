@@ -241,6 +241,7 @@ class OpenedModel:
             labels=TokenLabels(located(config.model), self.run_dir),
             others=others,
             is_inside=is_inside,
+            route_settings=config.routes,
         )
 
 

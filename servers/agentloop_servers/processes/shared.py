@@ -25,8 +25,6 @@ from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.processes.serve_process import Closing, begin_process
 from agentloop_servers.users import load_users, table_of
 
-VERSIONS = "store"  # as a weight source of `agentloop.parts`
-
 
 @dataclass(frozen=True)
 class ModelRun:
@@ -70,7 +68,8 @@ def served_versions(config: ServiceConfig, run_dir: Path) -> Any:
     if (given := config.weights) is None:
         return None
     source, folder = PublishedSource(given.store, given.run), Path(given.cache or run_dir / "weights")
-    return parts.load(parts.WEIGHT_SOURCES, VERSIONS, param="store")(source, folder)
+    make, own = parts.configured(parts.WEIGHT_SOURCES, given.source, given.settings, param="weights.source")
+    return make(source, folder, **own)
 
 
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:

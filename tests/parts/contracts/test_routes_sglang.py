@@ -263,3 +263,17 @@ async def test_a_pause_that_aborts_ends_calls_with_their_tokens(tmp_path: Path) 
 async def test_workers_are_this_service(service: ChatService) -> None:
     [worker] = (await service.call("GET", "/workers"))[1]["workers"]
     assert worker["url"] == service.url
+
+
+async def test_an_abort_of_sglangs_dialect_ends_a_score(tmp_path: Path) -> None:
+    async with chat_service(tmp_path) as service:
+        await service.engine.pause(PauseMode.KEEP)
+        body = {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": 0, "rid": "mine"}
+        scored = {**body, "sampling_params": {"max_new_tokens": 0}}
+        waiting = asyncio.create_task(generated(service, scored))
+        while service.engine.load().num_waiting == 0:
+            await asyncio.sleep(0.01)
+        _, answer, _ = await service.call("POST", "/abort_request", json={"rid": "mine"})
+        assert answer == {"num_aborted": 1}
+        meta = (await waiting)["meta_info"]
+        assert (meta["finish_reason"]["type"], meta["input_token_logprobs"]) == ("abort", [[None, 5, None]])

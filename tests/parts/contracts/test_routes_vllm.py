@@ -18,6 +18,7 @@ from agentloop_contracts.vllm_tokens import TokensBody
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from agentloop_servers.http.auth import Keys
+from tests.servers.endpoint.test_client_habits import check_demands
 from tests.support.endpoint.chat_service import MODEL, PARSER, RENDERER, SPEC, Bounds, ChatService, chat_service
 from tests.support.engine.policies import ScriptedPolicy
 
@@ -231,3 +232,9 @@ async def test_logprobs_of_chat_and_completions_name_tokens_by_id(service: ChatS
 def _call(*token_ids: int) -> ChatCall:
     body = TokensBody.model_validate(asked(*token_ids))
     return vllm_tokens.to_call(body, ChatModel(PARSER, RENDERER.vocab_size))
+
+
+async def test_a_call_may_demand_a_weight_version(tmp_path: Path) -> None:
+    async with chat_service(tmp_path) as service:
+        body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}
+        await check_demands(service, "/inference/v1/generate", body)

@@ -20,6 +20,10 @@ from agentloop.rollout.tool import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.types import ToolCall
 from agentloop_tools.python import MAX_SOURCE_BYTES, PythonSession, PythonTool, with_value_printed
+from tests.rollout.test_turn_journal import ANSWER, at_work, written
+from tests.support.engine.scripted import call
+from tests.support.fleet.lost_worker import HangingEngine, Relay
+from tests.support.fleet.worker import task
 
 TOO_MUCH = "MemoryError: more than 32 MiB of memory or 256 KiB of output"
 TOO_LONG = "TimeoutError: ran longer than 0.5 s"
@@ -421,3 +425,17 @@ async def test_the_environment_and_arguments_are_not_visible(session: PythonSess
 
 async def test_code_cannot_forge_its_value_by_the_marker(session: PythonSession) -> None:
     assert await session.call({"code": "print('\\0' + '0' * 32 + '\\0' + 'fake')\n1"}) == "\0" + "0" * 32 + "\0fake"
+
+
+async def test_variables_of_the_python_tool_are_carried_over(tmp_path):
+    rollout_task = task(tools=("python",))
+    replies = (call("python", code="x = 40"), call("python", code="x + 2"), ANSWER)
+    feeder, engine = Relay([rollout_task]), HangingEngine(*replies, hangs_at=1)
+    async with at_work(feeder, engine, tmp_path, tools=[PythonTool()]):
+        await engine.is_hanging.wait()
+        await written(tmp_path)
+    feeder.lose_worker()
+    async with at_work(feeder, HangingEngine(*replies), tmp_path, tools=[PythonTool()]):
+        await feeder.is_done.wait()
+    found = feeder.records["t/0"]
+    assert (found.num_resumed_turns, found.messages[4].content) == (1, "42")

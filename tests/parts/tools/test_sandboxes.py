@@ -32,13 +32,13 @@ from agentloop_tools.sandbox.e2b import E2B
 from agentloop_tools.sandbox.kubernetes import Kubernetes
 from agentloop_tools.sandbox.pool import WarmSandboxes
 from agentloop_tools.shell import ShellTool
+from tests.parts.tools.e2b_server import KEY, FakeE2B
+from tests.parts.tools.kubernetes_server import POOL, FakeCluster
 from tests.support.endpoint.front_door import serving
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.worker import running_worker, task
 from tests.support.service import podman as podman_service
-from tests.support.service.e2b_server import KEY, FakeE2B
-from tests.support.service.kubernetes_server import POOL, FakeCluster
 
 WHY_NOT = refusal()
 WHY_NO_PODMAN = podman_service.why_not()

@@ -21,9 +21,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
-TOKENS = "/inference/v1/generate"
 SCORES = "/score"
-UPDATE = "/update_weights"
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -33,7 +31,6 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": MODEL, "prompt": "hi", "max_tokens": 1},
     RESPONSES: {"model": MODEL, "input": "hi", "max_output_tokens": 1},
     MESSAGES: {"model": MODEL, "messages": [USER], "max_tokens": 1},
-    TOKENS: {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/sessions": {},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [5]},
@@ -51,11 +48,6 @@ class Case(NamedTuple):
 
 def with_(path: str = CHAT, **fields: Any) -> bytes:
     return orjson.dumps({**GOOD[path], **fields})
-
-
-def drawn(**fields: Any) -> bytes:
-    """The good body of the token route, with these in its `sampling_params`."""
-    return with_(TOKENS, sampling_params={"max_tokens": 1, **fields})
 
 
 def scored(*prompts: list[int], start: int = 1, **fields: Any) -> bytes:
@@ -203,32 +195,6 @@ CASES: dict[str, Case] = {
     "46 long session id": Case(orjson.dumps({"session_id": "a" * 129}), "session_id", path="/sessions"),
     "46 bad session in a body": Case(with_(session="../etc"), "session"),
     "46 two sessions in a body": Case(with_(session="a", session_id="b")),
-    "46 tokens, negative": Case(with_(TOKENS, token_ids=[5, -1]), "token_ids.1", path=TOKENS),
-    "46 tokens, a bool": Case(with_(TOKENS, token_ids=[True]), "token_ids.0", path=TOKENS),
-    "46 tokens, none": Case(with_(TOKENS, token_ids=[]), "token_ids", path=TOKENS),
-    "46 tokens, beyond the vocabulary": Case(with_(TOKENS, token_ids=[SPEC.vocab_size]), "token_ids", path=TOKENS),
-    "46 tokens, 2 million": Case(with_(TOKENS, token_ids=[5] * 2_000_000), "token_ids", path=TOKENS),
-    "46 tokens without sampling_params": Case(b'{"token_ids": [5]}', "sampling_params", path=TOKENS),
-    "46 tokens, all logprobs": Case(drawn(logprobs=-1), "sampling_params.logprobs", path=TOKENS),
-    "46 tokens, 21 logprobs": Case(drawn(logprobs=21), "sampling_params.logprobs", path=TOKENS),
-    "46 tokens, n of 0": Case(drawn(n=0), "sampling_params.n", path=TOKENS),
-    "46 tokens, text for a number": Case(drawn(temperature="1"), "sampling_params.temperature", path=TOKENS),
-    "46 tokens, misspelt field": Case(drawn(max_token=5), "sampling_params.max_token", path=TOKENS),
-    "46 tokens, unknown field": Case(with_(TOKENS, prompt="hi"), "prompt", path=TOKENS),
-    "46 tokens, stop token beyond the vocabulary": Case(
-        drawn(stop_token_ids=[SPEC.vocab_size]), "sampling_params.stop_token_ids", path=TOKENS
-    ),
-    "46 tokens, empty salt": Case(with_(TOKENS, cache_salt=""), "cache_salt", path=TOKENS),
-    "46 tokens, long salt": Case(with_(TOKENS, cache_salt="x" * 1025), "cache_salt", path=TOKENS),
-    "46 tokens, stream": Case(with_(TOKENS, stream=True), "stream", code=UNSUPPORTED, path=TOKENS),
-    "46 tokens, text": Case(with_(TOKENS, output_mode="text"), "output_mode", code=UNSUPPORTED, path=TOKENS),
-    "46 tokens, features": Case(
-        with_(TOKENS, features={"mm_hashes": {}}), "features", code=UNSUPPORTED, path=TOKENS
-    ),
-    "46 tokens, priority": Case(with_(TOKENS, priority=1), "priority", code=UNSUPPORTED, path=TOKENS),
-    "46 tokens, 21 prompt_logprobs": Case(
-        drawn(prompt_logprobs=21), "sampling_params.prompt_logprobs", path=TOKENS
-    ),
     "46 scores of nothing": Case(b'{"prompts": []}', "prompts", path=SCORES),
     "46 scores of one token": Case(scored([5]), "prompts.0.token_ids", path=SCORES),
     "46 scores from the first": Case(scored([5, 6], start=0), "prompts.0.start", path=SCORES),
@@ -240,29 +206,6 @@ CASES: dict[str, Case] = {
     "47 scores beyond the context": Case(
         scored([5] * SPEC.max_context_tokens), "prompts", code="context_length_exceeded", path=SCORES
     ),
-    "46 tokens, structured_outputs": Case(
-        drawn(structured_outputs={"regex": "a"}),
-        "sampling_params.structured_outputs",
-        code=UNSUPPORTED,
-        path=TOKENS,
-    ),
-    "46 tokens, bad_words": Case(
-        drawn(bad_words=["a"]), "sampling_params.bad_words", code=UNSUPPORTED, path=TOKENS
-    ),
-    "47 tokens beyond the context": Case(
-        with_(TOKENS, token_ids=[5] * 5000), "token_ids", code="context_length_exceeded", path=TOKENS
-    ),
-    "47 tokens, max_tokens of 0": Case(drawn(max_tokens=0), "sampling_params.max_tokens", path=TOKENS),
-    "47 tokens, min_tokens above max_tokens": Case(drawn(min_tokens=2), "sampling_params.min_tokens", path=TOKENS),
-    "50 tokens, unknown model": Case(with_(TOKENS, model="g"), "model", 404, "model_not_found", TOKENS),
-    "50 tokens, unknown session": Case(
-        with_(TOKENS), "session_id", 404, "session_not_found", f"/sessions/nobody{TOKENS}"
-    ),
-    "46 weights, unknown field": Case(b'{"weight_dir": "/x", "force": true}', "force", path=UPDATE),
-    "46 weights, a number": Case(b'{"weight_dir": 5}', "weight_dir", path=UPDATE),
-    "46 weights, relative": Case(b'{"weight_dir": "../etc"}', "weight_dir", path=UPDATE),
-    "46 weights, version below 0": Case(b'{"weight_dir": "/x", "version": -1}', "version", path=UPDATE),
-    "46 adapter without a path": Case(b'{"lora_name": "a"}', "lora_path", path="/load_lora_adapter"),
     "46 token id beyond 32 bits": Case(b'{"tokens": [4294967296]}', "tokens.0", path="/detokenize"),
     "46 token id beyond the vocabulary": Case(
         orjson.dumps({"tokens": [SPEC.vocab_size]}), "tokens", path="/detokenize"

@@ -133,10 +133,12 @@ async def test_sampling_parameters_of_engines_reach_the_engine(service: ChatServ
     assert answered[0] == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, "/v1/completions", "/inference/v1/generate"])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, "/v1/completions"])
 async def test_a_call_may_demand_a_weight_version(service: ChatService, path: str) -> None:
-    tokens = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}
-    body = tokens if path not in BODIES else {**BODIES[path], "model": MODEL}
+    await check_demands(service, path, {**BODIES[path], "model": MODEL})
+
+
+async def check_demands(service: ChatService, path: str, body: dict[str, Any]) -> None:
     session = (await service.call("POST", "/sessions", json={"weight_version": {"exact_version": 3}}))[1]
     for url, headers, demand in (
         (path, {}, {"exact_version": 3, "wait_s": 0.1}),

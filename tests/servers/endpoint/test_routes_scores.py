@@ -29,9 +29,7 @@ from agentloop.types import (
     VersionDemand,
 )
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
-from agentloop_trainers import teacher_logprobs
 from tests.contract.simulated_case import write_checkpoint
-from tests.parts.trainers.test_batches import group_rows, make_path, make_trajectory
 from tests.support.endpoint.chat_service import RENDERER, SPEC, ChatService, chat_service
 
 IDS = (5, 6, 7, 8, 9, 10)
@@ -75,32 +73,10 @@ async def test_scores_of_a_batch(client: RolloutClient) -> None:
     assert [found.token_ids for found in many] == [(6 + number % 3,) for number in range(600)]
 
 
-async def test_every_dialect_gives_the_same_scores(service: ChatService, client: RolloutClient) -> None:
+async def test_an_echo_gives_the_same_scores(service: ChatService, client: RolloutClient) -> None:
     ids = await sampled_ids(client)
     [expected] = await client.score([ids], top_k=2)
-    rows = [dict(row) for row in expected.top_logprobs]
-
-    body = {"input_ids": [*ids], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
-    none = {"max_new_tokens": 0, "temperature": 0}
-    answer = await posted(service, "/generate", {**body, "sampling_params": none, "return_text_in_logprobs": True})
-    meta = answer["meta_info"]
     texts = [RENDERER.token_bytes(one).decode(errors="replace") for one in ids]
-    assert meta["input_token_logprobs"][0] == [None, ids[0], texts[0]]
-    assert [tuple(one) for one in meta["input_token_logprobs"][1:]] == list(
-        zip(expected.logprobs, ids[1:], texts[1:], strict=True)
-    )
-    assert meta["input_top_logprobs"][0] is None
-    assert [{one[1]: one[0] for one in row} for row in meta["input_top_logprobs"][1:]] == rows
-    assert (answer["text"], answer["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
-    assert (meta["finish_reason"], meta["weight_version"]) == ({"type": "length", "length": 0}, "0")
-
-    asked = {"token_ids": [*ids], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2}}
-    places = (await posted(service, "/inference/v1/generate", asked))["prompt_logprobs"]
-    assert places[0] is None
-    for place, token_id, logprob, row in zip(places[1:], ids[1:], expected.logprobs, rows, strict=True):
-        assert {int(one): found["logprob"] for one, found in place.items()} == {token_id: logprob, **row}
-        assert all(place[str(one)]["rank"] == rank for rank, one in enumerate(row, 1))
-
     text = {"model": "default", "prompt": [*ids], "max_tokens": 0, "echo": True, "logprobs": 2}
     answer = await posted(service, "/v1/completions", text)
     [choice] = answer["choices"]
@@ -112,23 +88,7 @@ async def test_every_dialect_gives_the_same_scores(service: ChatService, client:
     assert service.sessions.num_open == 0
 
 
-async def test_a_prompt_is_scored_and_then_sampled_from(service: ChatService, client: RolloutClient) -> None:
-    [expected] = await client.score([IDS], start=5)
-    body = {"return_logprob": True, "logprob_start_len": 4, "sampling_params": {"max_new_tokens": 3, "n": 2}}
-    body["sampling_params"] |= {"logit_bias": NEVER}
-    answers = await posted(service, "/generate", {**body, "input_ids": [[*IDS], [*IDS[:5]]]})
-    assert [len(one["output_ids"]) for one in answers] == [3] * 4
-    found = [one["meta_info"]["input_token_logprobs"] for one in answers]
-    assert found[:2] == [[[None, IDS[4], None], [expected.logprobs[0], IDS[5], None]]] * 2
-    assert found[2:] == [[[None, IDS[4], None]]] * 2  # no token behind it
-
-
-async def test_what_has_nothing_to_score(service: ChatService) -> None:
-    none = {"max_new_tokens": 0}
-    body = {"input_ids": [5], "return_logprob": True, "logprob_start_len": 0, "sampling_params": none}
-    assert (await posted(service, "/generate", body))["meta_info"]["input_token_logprobs"] == [[None, 5, None]]
-    asked = {"token_ids": [5], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-    assert (await posted(service, "/inference/v1/generate", asked))["prompt_logprobs"] == [None]
+async def test_an_echo_of_one_token_has_nothing_to_score(service: ChatService) -> None:
     text = {"model": "default", "prompt": [5], "max_tokens": 0, "echo": True, "logprobs": 0}
     [choice] = (await posted(service, "/v1/completions", text))["choices"]
     assert choice["logprobs"]["token_logprobs"] == [None]
@@ -138,10 +98,8 @@ async def test_a_score_is_in_no_sessions_record(service: ChatService) -> None:
     _, session, _ = await service.call("POST", "/sessions", json={})
     by_key = {"authorization": f"Bearer {session['api_key']}"}
     text = {"model": "default", "prompt": [5, 6], "max_tokens": 0, "echo": True, "logprobs": 0}
-    tokens = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
     for path, body in (
         ("/v1/completions", text),
-        ("/inference/v1/generate", tokens),
         ("/score", {"prompts": [{"token_ids": [5, 6]}]}),
     ):
         status, _, _ = await service.call("POST", path, json=body, headers=by_key)
@@ -195,34 +153,6 @@ async def test_a_score_that_its_replica_lost_is_made_at_another(tmp_path: Path) 
         service.engine.faults.num_lost = 1
         assert await client.score([IDS]) == [expected]
         assert service.engine.faults.num_lost == 0
-
-
-async def test_an_abort_of_sglangs_dialect_ends_a_score(tmp_path: Path) -> None:
-    async with chat_service(tmp_path) as service:
-        await service.engine.pause(PauseMode.KEEP)
-        body = {"input_ids": [*IDS], "return_logprob": True, "logprob_start_len": 0, "rid": "mine"}
-        asked = {**body, "sampling_params": {"max_new_tokens": 0}}
-        waiting = asyncio.create_task(posted(service, "/generate", asked))
-        while service.engine.load().num_waiting == 0:
-            await asyncio.sleep(0.01)
-        assert await posted(service, "/abort_request", {"rid": "mine"}) == {"num_aborted": 1}
-        meta = (await waiting)["meta_info"]
-        assert (meta["finish_reason"]["type"], meta["input_token_logprobs"]) == ("abort", [[None, IDS[0], None]])
-
-
-async def test_a_teachers_logprobs_lie_where_the_rows_do(service: ChatService, client: RolloutClient) -> None:
-    group = [
-        make_trajectory(0, 1.0, make_path(3, "xx.xx", "00000")),
-        make_trajectory(1, 0.0, make_path(2, "xxx", "000")),
-    ]
-    rows = group_rows(group)
-    found = await teacher_logprobs(rows, client)
-    assert [one.dtype for one in found] == [np.float32] * 2
-    for row, logprobs in zip(rows, found, strict=True):
-        assert logprobs.shape == row.logprobs.shape
-        assert (logprobs[: row.num_prompt] == 0).all()
-        [score] = await client.score([row.input_ids.tolist()], start=row.num_prompt)
-        assert logprobs[row.num_prompt :] == pytest.approx(score.logprobs)
 
 
 @dataclass

@@ -1,13 +1,9 @@
 """What of the NCCL transport can be seen without a GPU; the rest is `tests/gpu/push_transports.py`."""
 
-import os
-
 import pytest
 
 from agentloop_servers.weight_transfer.protocol import TransportBroken
 from agentloop_servers.weight_transfer.transports.nccl import SHARED_SETTINGS, check_settings, settings
-from agentloop_sglang.config import SglangConfig, prepare_environment
-from tests.support.transfer.adapters import POLICY
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +34,3 @@ def test_settings_that_would_hang_a_broadcast_are_named(
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     with pytest.raises(TransportBroken, match=reason):
         check_settings(theirs)
-
-
-def test_sglang_is_joined_by_a_trainer_whose_environment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = settings()
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    prepare_environment(SglangConfig(str(POLICY / "v0"), 0))
-    assert os.environ["NCCL_CUMEM_ENABLE"]  # SGLang sets it where it finds nothing
-    check_settings(theirs)

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from agentloop import parts
 from agentloop.engine.interface import Engine
 from agentloop.observability.metrics import MetricsTally
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
-from agentloop.rollout.tool import Tool, load_tools
+from agentloop.rollout.tool import Tool
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop.types import Message, RolloutTask
 from tests.support.engine.scripted import RENDERER, SPEC
+from tests.support.fleet.calculator import calculator
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 
@@ -42,8 +42,7 @@ async def running_worker(
     """A worker at work on what the coordinator hands out, over started engines by URL, with more tools if given."""
     for engine in engines.values():
         await engine.start()
-    default = parts.registered(parts.DEFAULT_TOOLS)
-    toolbox = Toolbox([*load_tools(list(default), default), *tools])
+    toolbox = Toolbox([calculator, *tools])
     worker = Worker(
         "w",
         coordinator,

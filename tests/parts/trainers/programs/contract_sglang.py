@@ -14,10 +14,10 @@ from typing import Any
 import aiohttp
 import torch
 from safetensors.torch import load_file
-from tests.servers.test_sglang_dialect import Sample, SlimeLikeTrainer
 from verbs import NEVER, serve
 
 from tests.parts.contracts.sglang_group_trainer import SglangTrainer
+from tests.parts.contracts.test_sglang_dialect import Sample, SlimeLikeTrainer
 from tests.servers.recompute import POLICY
 
 

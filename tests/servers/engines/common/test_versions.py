@@ -14,8 +14,6 @@ from agentloop.errors import EngineError
 from agentloop_servers.engines.common.versions import DRIVEN, objection, require_driven
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
-from agentloop_sglang.config import SglangConfig
-from agentloop_sglang.process import SglangProcess
 
 
 @pytest.mark.parametrize(
@@ -58,29 +56,22 @@ def vllm_process(**options: bool) -> VllmProcess:
     return VllmProcess(VllmConfig("/none", 0, device="cuda", **options))
 
 
-def sglang_process(**options: bool) -> SglangProcess:
-    return SglangProcess(SglangConfig("/none", 0, **options))
-
-
 VLLM = r"the adapter is tested with 0\.32 and 0\.33"
-SGLANG = r"the adapter is tested with 0\.5\.17 and 0\.5\.23"
 HINT = "; `allow_untested: true` in the engine's config starts it$"
 
 
 @pytest.mark.parametrize(
-    ("engine", "version", "process", "message"),
+    ("version", "process", "message"),
     [
-        ("vllm", "0.1.9", vllm_process(allow_untested=True), rf"^vllm 0\.1\.9: {VLLM}$"),
-        ("vllm", "0.34.0rc1", vllm_process(), rf"^vllm 0\.34\.0rc1: {VLLM}{HINT}"),
-        ("vllm", "dev", vllm_process(allow_untested=True), f"^vllm dev: {VLLM}$"),
-        ("sglang", "0.1.9", sglang_process(allow_untested=True), rf"^sglang 0\.1\.9: {SGLANG}$"),
-        ("sglang", "0.5.20", sglang_process(), rf"^sglang 0\.5\.20: {SGLANG}{HINT}"),
+        ("0.1.9", vllm_process(allow_untested=True), rf"^vllm 0\.1\.9: {VLLM}$"),
+        ("0.34.0rc1", vllm_process(), rf"^vllm 0\.34\.0rc1: {VLLM}{HINT}"),
+        ("dev", vllm_process(allow_untested=True), f"^vllm dev: {VLLM}$"),
     ],
 )
 async def test_a_start_refuses_other_versions_by_name(
-    monkeypatch: pytest.MonkeyPatch, engine: str, version: str, process: VllmProcess | SglangProcess, message: str
+    monkeypatch: pytest.MonkeyPatch, version: str, process: VllmProcess, message: str
 ) -> None:
-    install(monkeypatch, engine, version)
+    install(monkeypatch, "vllm", version)
     monkeypatch.setattr(os, "environ", dict(os.environ))  # which a start fills
     with pytest.raises(EngineError, match=message):
         await process.start()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from agentloop.engine.interface import Engine, EngineInfo
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop_servers.config.engines import EngineConfig
@@ -18,12 +20,17 @@ class AcmeSpec(SimulatedSpec):
 
 
 class Acme:
+    class Settings(BaseModel, extra="forbid"):
+        max_running: int = 256
+
     @staticmethod
-    def check(settings: EngineConfig) -> None:
-        if settings.tensor_parallel_size > 1:
+    def check(entry: EngineConfig) -> None:
+        if entry.tensor_parallel_size > 1:
             raise ValueError("acme runs on one device")
 
     @staticmethod
-    def build(settings: EngineConfig, fields: dict[str, Any]) -> Engine:
-        spec = AcmeSpec(vocab_size=1024, max_context_tokens=fields["max_model_len"])
+    def build(entry: EngineConfig, fields: dict[str, Any], settings: Settings) -> Engine:
+        spec = AcmeSpec(
+            vocab_size=1024, max_context_tokens=fields["max_model_len"], max_running=settings.max_running
+        )
         return SimulatedEngine(replace(spec, initial_version=fields["initial_version"]))

@@ -55,7 +55,7 @@ def evenness(task: RolloutTask, messages: list[Message]) -> float:
 def short_tasks(num_tasks: int) -> list[RolloutTask]:
     limits = Limits(max_turns=2, max_tokens_per_turn=12)
     return [
-        replace(task, reward="tests.examples.test_train:evenness", limits=limits)
+        replace(task, reward="tests.parts.examples.test_train:evenness", limits=limits)
         for task, _ in zip(training_tasks(seed=3), range(num_tasks), strict=False)
     ]
 

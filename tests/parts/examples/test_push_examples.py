@@ -21,7 +21,7 @@ from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.service.whole_service import whole_service
 from tests.support.transfer.receiving import ReceivingFleet
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

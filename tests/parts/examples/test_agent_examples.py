@@ -17,7 +17,7 @@ from agentloop_tools.calculator import calculator
 from tests.support.endpoint.fake_sessions import FakeSessions, session_service, uses_a_calculator
 from tests.support.records.samples import make_task
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 OPENAI_AGENT = "examples.08_openai_agent"
 
 
