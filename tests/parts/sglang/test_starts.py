@@ -21,12 +21,13 @@ from tests.support.transfer.adapters import POLICY
 def test_a_replica_has_the_settings_of_its_entry() -> None:
     given = {"kind": "sglang", "device": "cuda", "kv_cache_dtype": "fp8", "block_size": 16}
     own = {"settings": {"attention_backend": "fa3"}}
-    config = simulated_config(engine={**given, "scheduling_policy": "priority", **own})
+    config = simulated_config(mode="hybrid", engine={**given, "scheduling_policy": "priority", **own})
     [entry] = config.entries
     _, settings = entry.registered()
     replica = config_of(process_fields(config, entry), **settings)
     assert (replica.block_size, replica.scheduling_policy) == (16, "priority")
     assert (replica.attention_backend, replica.kv_cache_dtype) == ("fa3", "fp8")
+    assert (replica.weight_staging, replica.can_sleep) == ("none", True)  # hybrid: a GPU shared with the trainer
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,10 @@ def test_a_failure_of_the_service_is_in_no_baseline_and_no_row() -> None:
     lost = replace(make_trajectory(2, None, make_path(1, "xxx", "000")), stop_reason=StopReason.ENGINE_FAILED)
     rows = group_rows([*good, lost])
     assert [(row.sample_index, row.advantage) for row in rows] == [(0, 0.5), (1, -0.5)]
-    assert group_rows([lost]) == []
+    stale = replace(
+        make_trajectory(3, None, make_path(1, "x", "0")), stop_reason=StopReason.STALE, is_complete=False
+    )
+    assert group_rows([lost, stale]) == []
     counts = count_group([*good, lost], rows)
     assert (counts.num_trajectories, counts.num_scored, counts.num_succeeded) == (3, 2, 1)
     assert (counts.num_sampled_tokens, counts.num_wasted_tokens) == (5, 3)
