@@ -380,18 +380,3 @@ async def test_50_a_finished_session_takes_no_call_and_a_deleted_one_never_was(s
         assert (status, body["error"]["code"]) == (404, "session_not_found")
     status, body, _ = await service.call("POST", "/sessions", json={"session_id": "ended"})
     assert (status, body["error"]["code"]) == (409, "conflict")
-
-
-async def test_50_carriers_that_disagree(service: ChatService) -> None:
-    _, made, _ = await service.call("POST", "/sessions", json={"session_id": "carried"})
-    key = bearer(made["api_key"])
-    for path, fields, headers in (
-        (CHAT, {"session": "a"}, {"x-session-id": "b"}),
-        (f"/sessions/carried{CHAT}", {"session_id": "b"}, {}),
-        (CHAT, {"session": "b"}, key),
-        (CHAT, {}, {"x-session-id": "a b"}),
-        (CHAT, {}, {"x-session-id": ""}),
-        (CHAT, {}, {"x-session-id": "a" * 129}),
-    ):
-        status, body, _ = await service.call("POST", path, json={**BODY, **fields}, headers=headers)
-        assert (status, body["error"]["param"]) == (400, "x-session-id"), (path, fields, headers)
