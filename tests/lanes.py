@@ -1,7 +1,7 @@
 """`make test`: runs every lane, even if one fails, and prints one last line with the results and the skipped tests.
 
-Of two cores, a lane of tests that wait half of their time takes four processes; one of engines of one thread, or of
-services, takes two. A lane is given only the files that have its tests: to import all others takes half a minute.
+Two lanes of two processes each run at a time: on two cores, one computes while the other waits for the start of an
+engine or a service. A lane is given only the files that have its tests: importing all others takes half a minute.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
+LANES_AT_ONCE = 2
 ELSEWHERE = "not clients and not trainers and not long"  # each has its own command
 # The reason of a skip begins with one of these if a package, or a right on this machine, would let the test run.
 NEEDS = ("needs ", "could not import ")
 
 
 def lanes() -> dict[str, list[str]]:
-    """Return the arguments of pytest for each lane."""
-    quick = ["-n4", "--dist=loadfile", f"-m not engine and not ray and not hosts and {ELSEWHERE}"]
+    """Return the arguments of pytest for each lane, the longest first."""
+    quick = ["-n2", "--dist=loadfile", f"-m not engine and not ray and not hosts and {ELSEWHERE}"]
     return {
-        "fast": [*quick, "--ignore=tests/parts"],
-        "parts": [*quick, "tests/parts"],
         "engine": [
             *("-n2", "--dist=loadgroup", f"-m engine and not ray and not hosts and {ELSEWHERE}"),
             *("tests/contract", *files_with("engine")),
         ],
-        "ray": ["-n2", "--dist=loadfile", f"-m ray and not hosts and {ELSEWHERE}", *files_with("ray")],
+        "fast": [*quick, "--ignore=tests/parts"],
+        "ray": ["-n2", "--dist=loadgroup", f"-m ray and not hosts and {ELSEWHERE}", *files_with("ray")],
+        "parts": [*quick, "tests/parts"],
         "hosts": ["-m hosts", "-k", "a_cut_a_join_and_a_kill", "tests/hosts"],
     }
 
@@ -45,11 +47,14 @@ def files_with(mark: str) -> list[str]:
 def run(lanes_by_name: dict[str, list[str]], arguments: list[str]) -> bool:
     """Run each lane with further arguments of pytest. Returns True if all passed."""
     outcomes, skipped = [], Counter[str]()
-    with TemporaryDirectory() as folder:
-        for name, of_lane in lanes_by_name.items():
-            report = Path(folder) / f"{name}.xml"
-            command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments, *of_lane]
-            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(LANES_AT_ONCE) as pool:
+        reports = [Path(folder) / f"{name}.xml" for name in lanes_by_name]
+        commands = (
+            [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments, *of_lane]
+            for report, of_lane in zip(reports, lanes_by_name.values(), strict=True)
+        )
+        codes = pool.map(run_lane, lanes_by_name, commands)
+        for name, report, code in zip(lanes_by_name, reports, codes, strict=True):
             # 5: none was collected, as where an argument selects tests of another lane.
             outcomes.append(f"{name} {'passed' if code in (0, 5) else 'FAILED'}")
             skipped += skips(report) if report.exists() else Counter()
@@ -60,6 +65,17 @@ def run(lanes_by_name: dict[str, list[str]], arguments: list[str]) -> bool:
         f"lanes: {', '.join(outcomes)}; {num_other} skipped because an engine or a case lacks a capability{listed}"
     )
     return not any(one.endswith("FAILED") for one in outcomes)
+
+
+def run_lane(name: str, command: list[str]) -> int:
+    """Run a command, print each line of its output after the lane's name, and return its exit status."""
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"{name}: {line}", end="", flush=True)
+    return process.returncode
 
 
 def skips(report: Path) -> Counter[str]:

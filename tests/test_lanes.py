@@ -17,8 +17,9 @@ MODULE = "import pytest\npytest.importorskip('nosuchpackage')"
 
 
 def test_a_lane_runs_after_one_that_failed_and_the_last_line_names_what_is_missing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # their imports take most of the time
     files = {"failing": "def test_it(): assert False", "skipping": CASES, "importing": MODULE, "other": ""}
     for name, text in files.items():
         (tmp_path / f"test_{name}.py").write_text(text)

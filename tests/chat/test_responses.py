@@ -391,12 +391,6 @@ def test_text_after_a_call_is_an_item_of_its_own():
     assert (len(again), again[0].content, again[0].tool_calls[0].arguments) == (1, "a\nb", {"q": "a"})
 
 
-def test_a_cut_stream_is_incomplete():
-    message = Message("assistant", "abc")
-    final = written_for(body(), [*pieces_of(message), result(message, FinishReason.LENGTH)])[-1]
-    assert (final["type"], final["response"]["status"]) == ("response.incomplete", "incomplete")
-
-
 def test_an_error_event_is_numbered_and_has_the_envelope():
     writer = ResponseWriter(body(), TEXTS, 0)
     event = writer.error_event(EngineLost("gone", param="x"))

@@ -8,10 +8,8 @@ installed is skipped.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
@@ -24,22 +22,6 @@ REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "specu
 
 
 SHORT_WITH_DRAFTS = "test_logprobs_contract.py"
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run what shares an engine of the contract in one process, and other files in one each."""
-    if config.getvalue("dist") != "loadgroup":  # whose marks xdist 3.8 does not find under pytest 9.2
-        return None
-    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - SGLang's environment has no xdist
-
-    class ByEngine(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path, _, test = nodeid.partition("::")
-            engine = re.search(r"\[(vllm|speculative|sglang)\b", test) if "/contract/" in path else None
-            return engine[1] if engine is not None else path
-
-    return ByEngine(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,6 +14,7 @@ _SCHEDULES = "faults/test_schedules.py::test_schedules"
 _SERVICE = "servers/test_service.py::test_"
 _DEPLOY = "servers/test_deploy.py::test_a_service_that_is_deployed_again_goes_on_where_it_was"
 _BAD_REQUESTS = "servers/endpoint/test_bad_requests.py::test_"
+_RETRIES = "sessions/test_retries.py::test_"
 _BAD_INPUT = "servers/endpoint/test_bad_input.py::test_"
 _KEYS = "servers/http/test_bad_keys.py::test_"
 _DISCONNECTS = "servers/endpoint/test_disconnects.py::test_"
@@ -153,20 +154,21 @@ ROWS: tuple[Row, ...] = (
         "an SDK's timeout, then its automatic retry",
         "the stored answer, or the call that runs; exactly one turn",
         (
-            f"{_BAD_REQUESTS}15_a_retry_gets_the_stored_answer_and_makes_no_turn",
-            f"{_BAD_REQUESTS}15_a_retry_joins_the_call_that_runs",
+            f"{_RETRIES}a_committed_answer_is_given_again",
+            f"{_RETRIES}retries_join_the_call_in_flight",
+            f"{_DISCONNECTS}14_a_retry_that_waits_too_keeps_the_call",
             _SCHEDULES,
         ),
     ),
     Row(
         "two equal prompts at once, neither a retry",
         "two siblings",
-        (f"{_BAD_REQUESTS}16_equal_calls_that_are_no_retries_are_siblings",),
+        (f"{_RETRIES}identical_bodies_are_two_samples",),
     ),
     Row(
         "200 turns at once in one session",
         "no corruption, no deadlock",
-        (f"{_BAD_REQUESTS}17_two_hundred_calls_at_once_in_one_session",),
+        ("sessions/test_session.py::test_two_hundred_turns_at_once",),
     ),
     Row(
         "a network to the engine that drops, delays and cuts",

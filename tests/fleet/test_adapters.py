@@ -107,11 +107,11 @@ def test_eight_tenants_push_beside_each_other_and_no_token_is_anothers(tmp_path:
     clock = VirtualClock()
 
     async def main() -> None:
-        async with running(clock, tmp_path, num_engines=2, num_workers=2, capacity=256) as run:
+        async with running(clock, tmp_path, num_engines=2, num_workers=2, capacity=100) as run:
             for tenant in TENANTS:
                 await push(run, f"{tenant}~math")
             for tenant in TENANTS:
-                await submit(run, "r", talk(2), 250, adapter="math", owner=tenant)
+                await submit(run, "r", talk(2), 100, adapter="math", owner=tenant)
             for number in range(32):
                 report = await push(run, f"{TENANTS[number % 8]}~math")
                 assert (report.version, report.stall_ms) == (report.previous_version + 1, 0.0)
@@ -119,7 +119,7 @@ def test_eight_tenants_push_beside_each_other_and_no_token_is_anothers(tmp_path:
             for tenant in TENANTS:
                 await run.until_done(f"{tenant}~r", 10_000.0)
             found = [record for tenant in TENANTS for record in records(run, f"{tenant}~r")]
-            assert Counter(one.adapter for one in found) == {f"{tenant}~math": 250 for tenant in TENANTS}
+            assert Counter(one.adapter for one in found) == {f"{tenant}~math": 100 for tenant in TENANTS}
             assert all(one.stop_reason is not StopReason.ENGINE_FAILED for one in found)
             assert sum(map(num_foreign_tokens, found)) == 0
             assert len({span.version for one in found for path in one.paths for span in path.weight_versions}) == 5

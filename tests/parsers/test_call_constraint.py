@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,16 @@ def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
     return WRITE[name](list(calls))
 
 
-def matcher(constraint: Constraint) -> Any:
+@lru_cache(maxsize=16)
+def compiled(constraint: Constraint) -> Any:
     assert constraint.kind is ConstraintKind.STRUCTURAL_TAG
     tokens = [bytes([value]) for value in range(STOP)] + [b"<stop>"]
     vocabulary = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[STOP])
-    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1)
-    return xgrammar.GrammarMatcher(compiler.compile_structural_tag(constraint.text))
+    return xgrammar.GrammarCompiler(vocabulary, max_threads=1).compile_structural_tag(constraint.text)
+
+
+def matcher(constraint: Constraint) -> Any:
+    return xgrammar.GrammarMatcher(compiled(constraint))
 
 
 def allows(constraint: Constraint, text: str) -> bool:

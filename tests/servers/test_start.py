@@ -109,7 +109,10 @@ def starting(tmp_path: Path) -> Iterator[Callable[..., Start]]:
 @pytest.mark.parametrize(
     ("number", "line", "later_s", "status", "said"),
     [
-        (signal.SIGTERM, "starting Ray", 0.5, 143, "told to end; everything that was started is stopped"),
+        pytest.param(
+            *(signal.SIGTERM, "starting Ray", 0.5, 143, "told to end; everything that was started is stopped"),
+            marks=pytest.mark.long,
+        ),
         (signal.SIGINT, "starting Ray", 0.5, 130, "interrupted; everything that was started is stopped"),
         (signal.SIGTERM, "starting the service's", 3.0, 143, "told to end; everything that was started is stopped"),
     ],

@@ -90,7 +90,7 @@ async def test_the_shop_of_the_page_has_no_fault(tmp_path: Path, monkeypatch: py
     assert await validate("page_env:Shop") == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_each_trajectory_has_a_notebook():
     toolbox = Toolbox(tools_at("examples.10_mcp_tool:notebook"))
     one, other = (toolbox.open(("write", "read"), name, 0) for name in ("one", "other"))

@@ -94,7 +94,7 @@ async def run_rank(rank, port, url):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 async def test_engines_with_random_weights_make_sense_after_a_push(tmp_path, capsys, monkeypatch):
     """By vLLM's own verbs from the dummy weights on, and then by our client's push."""
     monkeypatch.chdir(ROOT)

@@ -15,8 +15,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from agentloop.chat.call import CallKey
-from agentloop.sessions.calls import CallTable
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.http.connections import ConnectionLimits
 from tests.support.endpoint.chat_service import Bounds, ChatService, chat_service, check_answer
@@ -43,53 +41,13 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
         yield service
 
 
-# --- rows 15 to 17: repeated and concurrent calls ---------------------------------------------------------
+# --- row 16: calls that are refused -----------------------------------------------------------------------
 
 
 async def turns_of(service: ChatService, session_id: str) -> int:
     facts = (await service.call("GET", f"/sessions/{session_id}"))[1]
     assert facts["is_complete"]
     return int(facts["num_turns"])
-
-
-async def test_15_a_retry_gets_the_stored_answer_and_makes_no_turn(service: ChatService) -> None:
-    path = f"/sessions/retried{CHAT}"
-    await service.call("POST", "/sessions", json={"session_id": "retried"})
-    asked = {**BODY, "max_tokens": 8, "return_token_ids": True}
-    first = await service.call("POST", path, json=asked)
-    again = await service.call("POST", path, json=asked, headers={"x-stainless-retry-count": "1"})
-    assert again[:2] == first[:2]
-    assert again[2]["x-turn-id"] == first[2]["x-turn-id"]
-    assert await turns_of(service, "retried") == 1
-
-
-async def test_15_a_retry_joins_the_call_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived, note_client = asyncio.Queue[int](), CallTable.note_client
-
-    def noting(table: CallTable, call_id: str, key: CallKey) -> None:
-        note_client(table, call_id, key)
-        arrived.put_nowait(key.retry_count)
-
-    monkeypatch.setattr(CallTable, "note_client", noting)
-    async with chat_service(tmp_path, decode_s=0.02) as service:
-        asked = {**BODY, "max_tokens": 20, "min_tokens": 20, "session": "joined", "return_token_ids": True}
-        calls = []
-        for count in range(4):  # each arrives after the one before it, as a client counts its retries up
-            headers = {"x-stainless-retry-count": str(count)}
-            calls.append(asyncio.create_task(service.call("POST", CHAT, json=asked, headers=headers)))
-            assert await arrived.get() == count
-        answers = await asyncio.gather(*calls)
-        assert {answer[0] for answer in answers} == {200}
-        assert len({orjson.dumps(answer[1]) for answer in answers}) == 1
-        assert await turns_of(service, "joined") == 1
-
-
-async def test_16_equal_calls_that_are_no_retries_are_siblings(service: ChatService) -> None:
-    asked = {**BODY, "max_tokens": 30, "session": "siblings", "return_token_ids": True}
-    one, other = await asyncio.gather(*(service.call("POST", CHAT, json=asked) for _ in range(2)))
-    assert one[2]["x-turn-id"] != other[2]["x-turn-id"]
-    assert one[1]["choices"][0]["token_ids"] != other[1]["choices"][0]["token_ids"]
-    assert await turns_of(service, "siblings") == 2
 
 
 async def test_16_equal_calls_that_are_refused_and_retried_are_siblings(tmp_path: Path) -> None:
@@ -130,23 +88,6 @@ async def test_refused_calls_leave_no_session(tmp_path: Path, is_streamed: bool)
             for sent in ({}, headers):
                 assert (await service.call("POST", CHAT, json=body, headers=sent))[0] == status
             assert service.sessions.num_open == 0
-
-
-async def test_17_two_hundred_calls_at_once_in_one_session(service: ChatService) -> None:
-    """Branched by rule: each is a turn, and the trajectory has all of their tokens."""
-    asked = {**BODY, "max_tokens": 8, "session": "crowd", "return_token_ids": True}
-    questions = [{**asked, "messages": [{"role": "user", "content": f"question {i % 50}"}]} for i in range(200)]
-    async with asyncio.timeout(120):
-        answers = await asyncio.gather(*(service.call("POST", CHAT, json=one) for one in questions))
-    assert {answer[0] for answer in answers} == {200}
-    assert await turns_of(service, "crowd") == 200
-    [record] = (await service.call("GET", "/sessions/crowd/trajectories"))[1]
-    sampled = []
-    for path in record["paths"]:
-        [turn] = path["turns"]
-        sampled.append((path["prompt_ids"], path["response_ids"][turn["start"] : turn["end"]]))
-    given = [(body["prompt_token_ids"], body["choices"][0]["token_ids"]) for _, body, _ in answers]
-    assert sorted(sampled) == sorted(given)
 
 
 # --- rows 35 to 39: clients that are slow, and what is too much -------------------------------------------
@@ -439,18 +380,3 @@ async def test_50_a_finished_session_takes_no_call_and_a_deleted_one_never_was(s
         assert (status, body["error"]["code"]) == (404, "session_not_found")
     status, body, _ = await service.call("POST", "/sessions", json={"session_id": "ended"})
     assert (status, body["error"]["code"]) == (409, "conflict")
-
-
-async def test_50_carriers_that_disagree(service: ChatService) -> None:
-    _, made, _ = await service.call("POST", "/sessions", json={"session_id": "carried"})
-    key = bearer(made["api_key"])
-    for path, fields, headers in (
-        (CHAT, {"session": "a"}, {"x-session-id": "b"}),
-        (f"/sessions/carried{CHAT}", {"session_id": "b"}, {}),
-        (CHAT, {"session": "b"}, key),
-        (CHAT, {}, {"x-session-id": "a b"}),
-        (CHAT, {}, {"x-session-id": ""}),
-        (CHAT, {}, {"x-session-id": "a" * 129}),
-    ):
-        status, body, _ = await service.call("POST", path, json={**BODY, **fields}, headers=headers)
-        assert (status, body["error"]["param"]) == (400, "x-session-id"), (path, fields, headers)

@@ -76,19 +76,6 @@ async def test_a_session_of_the_client_library(service):
     assert (record.is_complete, record.reward, len(record.path.turns)) == (True, 1.0, 1)
 
 
-@pytest.mark.parametrize("owner", range(NUM_INGRESS))
-async def test_a_stream_comes_through_either_process_as_it_is_sampled(service, owner):
-    place = await service.open(owner)
-    given = body(stream=True, **of_length(500))
-    async with service.http.post(f"{place['base_url']}/chat/completions", json=given) as answer:
-        assert (answer.status, answer.content_type) == (200, "text/event-stream")
-        assert answer.headers["x-session-id"] == place["session_id"]
-        first = await answer.content.readany()
-        assert first.startswith(b"data: ")
-        assert (await service.facts(place["session_id"]))["num_open_calls"] == 1
-        assert (await answer.content.read()).endswith(b"data: [DONE]\n\n")
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("owner", range(NUM_INGRESS))
 async def test_a_client_that_leaves_ends_the_call_in_the_engine_through_either_process(service, is_streamed, owner):

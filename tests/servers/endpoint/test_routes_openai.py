@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import orjson
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Model
 
 from agentloop.api.sessions import NewSessionAnswer, SessionAnswer, decode_trajectories
@@ -20,7 +18,6 @@ from agentloop.errors import EngineLost, InvalidRequest, Overloaded
 from agentloop.types import Generation
 from agentloop.values import codec
 from agentloop_servers.endpoint.endpoint import EndpointLimits
-from tests.support.endpoint.chat_service import chat_service
 from tests.support.endpoint.fake_endpoint import FakeRegistry, endpoint_app, raising, serving_endpoint
 
 USER = {"role": "user", "content": "hi"}
@@ -257,18 +254,6 @@ async def test_a_failure_in_the_middle_is_an_error_event(site: RouteSite) -> Non
             pass
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_leaves_cancels_its_call(site: RouteSite, is_streamed: bool) -> None:
-    site.registry.before = hanging(2 if is_streamed else 0)
-    asking = asyncio.create_task(site.post("/v1/chat/completions", {**CHAT, "stream": is_streamed}))
-    while not site.registry.calls:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.1)
-    asking.cancel()
-    async with asyncio.timeout(60):
-        await site.registry.cancelled.wait()
-
-
 # --- retries and deadlines --------------------------------------------------------------------------------
 
 
@@ -300,62 +285,3 @@ def test_every_route_of_the_endpoint_asks_for_a_key() -> None:
 
 
 # --- the real sessions ------------------------------------------------------------------------------------
-
-
-async def test_streamed_and_whole_answers_of_a_real_session_agree(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "messages": [USER],
-        "max_tokens": 24,
-        "seed": 5,
-        "n": 2,
-        "logprobs": True,
-        "extra_body": {"return_token_ids": True},
-    }
-    async with (
-        chat_service(tmp_path) as service,
-        openai.AsyncOpenAI(api_key="none", base_url=f"{service.url}/v1", max_retries=0) as client,
-    ):
-        whole = await client.chat.completions.create(**asked)
-        state = ChatCompletionStreamState()
-        ids: dict[int, list[int]] = {0: [], 1: []}
-        async for chunk in await client.chat.completions.create(**asked, stream=True):
-            state.handle_chunk(chunk)
-            for choice in chunk.choices:
-                ids[choice.index] += (choice.model_extra or {}).get("token_ids", [])
-    final = state.current_completion_snapshot  # the final one is refused at "length"
-    for mine, theirs in zip(whole.choices, final.choices, strict=True):
-        assert mine.model_extra is not None
-        assert mine.model_extra["token_ids"] == ids[mine.index]
-        assert mine.message.content == theirs.message.content
-        assert mine.finish_reason == theirs.finish_reason
-        assert mine.logprobs is not None
-        assert theirs.logprobs is not None
-        assert mine.logprobs.content == theirs.logprobs.content
-    assert ids[0] != ids[1]
-
-
-async def test_turns_of_a_real_session_extend_each_other(tmp_path: Path) -> None:
-    async with chat_service(tmp_path) as service:
-
-        async def chat(messages: list[Any]) -> Any:
-            body = {
-                "model": "tiny",
-                "messages": messages,
-                "max_tokens": 8,
-                "return_token_ids": True,
-                "session": "a",
-            }
-            status, answer, _ = await service.call("POST", "/v1/chat/completions", json=body)
-            assert status == 200
-            return answer
-
-        first = await chat([USER])
-        second = await chat([USER, first["choices"][0]["message"], {"role": "user", "content": "go on"}])
-        before = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
-        assert second["prompt_token_ids"][: len(before)] == before
-        assert second["session"]["parent_turn_id"] == first["session"]["turn_ids"][0]
-        status, records, _ = await service.call("POST", "/sessions/a/finish", json={"reward": 1.0})
-        assert (status, len(records), records[0]["reward"], records[0]["is_complete"]) == (200, 1, 1.0, True)
-        assert len(records[0]["paths"]) == 1
-        assert (await service.call("GET", "/sessions/a"))[1]["num_turns"] == 2

@@ -99,6 +99,7 @@ async def test_names_that_agree_are_one_and_names_that_do_not_are_refused(site: 
         {"path": "/sessions/a/v1", "body": {**CHAT, "session": "b"}},
         {"body": {**CHAT, "session": "a", "session_id": "b"}},
         {"x_session_id": "a b"},
+        {"x_session_id": "a" * 129},
         {"x_session_id": ""},
     ):
         status, answer, _ = await site.chat(**wrong)  # type: ignore[arg-type]
@@ -207,54 +208,6 @@ async def test_a_forged_session_key_is_no_key_even_where_none_is_needed(site: Au
     assert (await site.chat(key="sk-anything-else"))[0] == 200
 
 
-async def test_other_users_sessions_are_not_there(locked: AuthSite) -> None:
-    assert (await locked.chat(key="alice", x_session_id="a"))[0] == 200
-    assert (await locked.chat(key="alice", x_session_id="a"))[0] == 200
-    for method, path, body in (
-        ("POST", "/sessions/a/v1/chat/completions", CHAT),
-        ("GET", "/sessions/a", None),
-        ("GET", "/sessions/a/trajectories", None),
-        ("POST", "/sessions/a/reward", {"reward": 1.0}),
-        ("POST", "/sessions/a/finish", {}),
-        ("DELETE", "/sessions/a", None),
-    ):
-        status, answer, _ = await locked.call(method, path, body, key="bob")
-        assert (status, answer["error"]["code"]) == (404, "session_not_found")
-    assert (await locked.chat(key="bob", x_session_id="a"))[2]["x-session-id"] == "a"  # one of its own
-    assert len(locked.registry.sessions) == 2
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"authorization": "Bearer wrong"},
-        {"authorization": "bearer alice"},
-        {"authorization": "Basic alice"},
-        {"authorization": "Bearer alice", "x-api-key": "bob"},
-        {"x-api-key": "wrong"},
-        {"authorization": "Bearer ünicode"},
-    ],
-)
-async def test_what_is_no_good_key(locked: AuthSite, headers: dict[str, str]) -> None:
-    for path in ("/v1/chat/completions", "/sessions", "/sessions/a/finish", "/tokenize", "/generate"):
-        async with locked.http.post(locked.url + path, json=CHAT, headers=headers) as answer:
-            assert answer.status == 401
-            assert (await answer.json())["error"]["code"] == "unauthorized"
-            assert answer.headers["www-authenticate"] == "Bearer"
-    assert locked.registry.calls == []
-
-
-async def test_good_keys_in_both_forms(locked: AuthSite) -> None:
-    for headers in (
-        {"authorization": "Bearer alice"},
-        {"x_api_key": "bob"},
-        {"authorization": "Bearer alice", "x_api_key": "alice"},
-        {"authorization": "Bearer root"},
-    ):
-        assert (await locked.chat(**headers))[0] == 200
-
-
 async def test_generate_is_recorded_only_where_a_session_is_named(site: AuthSite) -> None:
     status, answer, headers = await site.call("POST", "/generate", GENERATE)
     assert (status, answer["token_ids"]) == (200, [2, 1])
@@ -263,14 +216,6 @@ async def test_generate_is_recorded_only_where_a_session_is_named(site: AuthSite
         status, answer, headers = await site.call("POST", path, GENERATE, **extra)
         assert (status, answer["token_ids"], headers["x-session-id"]) == (200, [0, 1, 2, 3], "a")
     assert [call[1].prompt_ids for call in site.registry.calls] == [(1, 2), (1, 2)]
-
-
-async def test_an_expired_session_is_gone(site: AuthSite) -> None:
-    await site.call("POST", "/sessions", {"session_id": "a"})
-    site.registry.expired.add("a")
-    for path in ("/sessions/a/v1/chat/completions", "/v1/chat/completions"):
-        status, answer, _ = await site.call("POST", path, CHAT, x_session_id="a")
-        assert (status, answer["error"]["code"]) == (410, "gone")
 
 
 async def test_the_life_of_a_session_over_http(site: AuthSite) -> None:

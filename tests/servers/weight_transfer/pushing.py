@@ -168,7 +168,7 @@ def leaving_no_files() -> Iterator[None]:
     """Other tests may be at work in the folder, so only what stays counts."""
     yield
     left = buffer_files()
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + WAIT_S
     while left := left & buffer_files():
         assert time.monotonic() < give_up_at, f"left behind: {left}"
         time.sleep(0.05)
