@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from agentloop_contracts.sglang_bodies import SglangBody
+from agentloop_contracts.sglang_bodies import ANSWER_SCHEMA, SglangBody
 from agentloop_contracts.sglang_calls import SglangCalls
 from agentloop_contracts.sglang_control import SglangControlRoutes
 from agentloop_contracts.vllm_calls import VllmCalls
@@ -20,7 +20,7 @@ def contracts(context: RouteContext) -> APIRouter:
         return router
     sglang, coordinator, admin = SglangCalls(endpoint, token_calls), context.coordinator, context.admin
     context.generate_dialects.append(
-        GenerateDialect("sglang", frozenset({"input_ids", "text"}), SglangBody, sglang.generate)
+        GenerateDialect("sglang", frozenset({"input_ids", "text"}), SglangBody, sglang.generate, ANSWER_SCHEMA)
     )
     for routes in (
         VllmCalls(endpoint, token_calls),

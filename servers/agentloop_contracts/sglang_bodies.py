@@ -50,6 +50,19 @@ _DEFAULT_NEW_TOKENS = 128
 _PARAMS = {"min_tokens": "min_new_tokens"}  # of errors
 
 
+_ONE_ANSWER = {
+    "type": "object",
+    "required": ["text", "output_ids", "meta_info"],
+    "properties": {
+        "text": {"type": "string"},
+        "output_ids": {"type": "array", "items": {"type": "integer"}},
+        "meta_info": {"type": "object"},
+    },
+}
+ANSWER_SCHEMA = {"anyOf": [_ONE_ANSWER, {"type": "array", "items": _ONE_ANSWER}]}
+"""The JSON schema of the answer: a list for a batch, or for several samples."""
+
+
 def _one_for_all(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, list):
         return value

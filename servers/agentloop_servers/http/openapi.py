@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
@@ -81,9 +81,10 @@ def add_route(
     )
 
 
-def answered(kind: Any) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route that answers one of our dataclasses, or a list of them."""
-    return {200: {"content": _json(answer_schema(kind))}}
+def answered(kind: Any, *others: Mapping[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of a route that answers a dataclass or a list of them, or one of the `others`."""
+    schema = answer_schema(kind)
+    return {200: {"content": _json({"anyOf": [schema, *others]} if others else schema)}}
 
 
 def errors(schema: dict[str, Any] = ERROR_SCHEMA) -> dict[int | str, dict[str, Any]]:

@@ -183,7 +183,8 @@ class RolloutRoutes:
             else authenticate(self._keys, self._endpoint.sessions.keys.opened_by)
         )
         router = APIRouter(dependencies=[Depends(is_user)], responses=errors(), tags=["rollouts"])
-        add_route(router, "POST", "/generate", generate, form, responses=answered(Generation))
+        schemas = [one.answer_schema for one in dialects]
+        add_route(router, "POST", "/generate", generate, form, responses=answered(Generation, *schemas))
         return router
 
     def user_routes(self) -> APIRouter:

@@ -24,12 +24,16 @@ RouteSettings: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class GenerateDialect:
-    """Another form of the body of `POST /generate`, for a body that has one of `fields` and no `token_ids`."""
+    """Another form of the body of `POST /generate`, for a body that has one of `fields` and no `token_ids`.
+
+    `answer_schema` is the JSON schema of the answers that `answer` returns.
+    """
 
     name: str
     fields: frozenset[str]
     body: type[BaseModel]
     answer: Callable[[Request, Any], Awaitable[Response]]
+    answer_schema: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
