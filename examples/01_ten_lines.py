@@ -17,7 +17,7 @@ async def main(url: str, version: int = 1) -> None:
             path = trajectory.path  # prompt_ids, response_ids, response_mask, logprobs, weight_versions
             print(trajectory.task_id, trajectory.reward, len(path.response_ids), trajectory.versions)
         report = await client.update_weights("examples/tiny_policy/v1", version=version)
-        print(f"now at version {report.version}; generation stood still for {report.stall_ms:.0f} ms")
+        print(f"now at version {report.version}; generation paused for {report.stall_ms:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ async def main(url: str, version: int = 1) -> None:
     async with RolloutClient(url) as client:
         await client.wait_until_ready()
         report = await client.update_weights(model.named_parameters(), version=version)
-    print(
-        f"version {report.version}: moved in {report.transfer_ms:.0f} ms, stood still for {report.stall_ms:.0f} ms"
-    )
+    print(f"version {report.version}: moved in {report.transfer_ms:.0f} ms, paused for {report.stall_ms:.0f} ms")
     for replica in report.replicas:
         print(f"{replica.replica_id}: {replica.num_bytes:,} bytes over {replica.transport}, error: {replica.error}")
 

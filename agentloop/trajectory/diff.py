@@ -1,4 +1,4 @@
-"""Differences as people read them: where two histories part, what stood there and what came. Bounded in length."""
+"""Readable descriptions of the first difference of two histories, with bounded length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_DETAIL_CHARS = 300
 Decode = Callable[[Sequence[int]], str]
 
 _CHARS_BEFORE, _CHARS_AFTER = 24, 48
-_MAX_SHOWN_CHARS = 96  # of one side, quotes and escapes included
+_MAX_SHOWN_CHARS = 96  # per side, with quotes and escapes
 _MAX_ROLE_CHARS = 12
 _BLOCK_CHARS = 4096
 _SHOWN_HASH_CHARS = 8
@@ -21,7 +21,7 @@ _TOKENS_BEFORE, _TOKENS_AFTER = 6, 12
 
 
 def message_difference(index: int, there: Message | None, came: Message | None, *, is_strict: bool = False) -> str:
-    """Describe the difference between message `index` in the session and in the request; None: there is none."""
+    """Describe the difference between message `index` in the session and in the request; None if they are equal."""
     old, new = _text(there, is_strict), _text(came, is_strict)
     if old == new and there is not None and came is not None:
         for name, was, now in _unshown_fields(there, came, is_strict):
@@ -35,7 +35,7 @@ def message_difference(index: int, there: Message | None, came: Message | None, 
 
 
 def token_difference(there: IntArray, came: IntArray, decode: Decode | None, cause: str = "") -> str:
-    """Describe the first token that differs, decoded with its surroundings; as ids without `decode`.
+    """Describe the first different token, decoded with its neighbors; without `decode` as ids.
 
     `cause` comes first; what stands there is shown in any case.
     """
@@ -60,7 +60,7 @@ def _side(message: Message | None, text: str, at: int) -> str:
 
 
 def _unshown_fields(there: Message, came: Message, is_strict: bool) -> Iterator[tuple[str, JSON, JSON]]:
-    """Yield the fields of two messages that make them two, and that their texts do not show."""
+    """Yield the different fields of two messages, except their texts."""
     yield "role", canonical_role(there.role), canonical_role(came.role)
     if came.role != "tool":
         yield "name", there.name, came.name

@@ -1,10 +1,11 @@
-"""GrowingPath: the graph of one rollout, which only grows at its end.
+"""GrowingPath: the turn graph of a rollout, which grows only at its end.
 
 Sampled ids are stored as the engine returned them and never encoded again. When the next prompt does not extend the
-path exactly, a new root begins with the reason TEMPLATE; the old path stays, finished.
+path exactly, a new root starts with the reason TEMPLATE, and the old path is complete.
 
-Invariants, checked as tokens come in (InvariantBroken otherwise): one logprob a sampled id; version spans tile the
-sampled ids; a turn's prompt is exactly the path so far. A turn becomes a node when something follows it.
+Invariants, checked when tokens are added (InvariantBroken otherwise): one logprob per sampled id; version spans
+tile the sampled ids; a turn's prompt equals the path so far. A turn becomes a node when a later message or prompt
+follows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from agentloop.types import Message, SplitReason, TokenPath
 
 @dataclass(slots=True)
 class _OpenTurn:
-    """The turn at the path's end: the tokens observed before it, and what was sampled."""
+    """The last turn of the path: the tokens observed before it, and its reply."""
 
     parent_id: str | None
     observed: tuple[Message, ...]
@@ -33,16 +34,16 @@ class _OpenTurn:
     split: Split | None = None
     reply: Reply | None = None
     images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
-    node: Node | None = None  # what it becomes, once somebody asked after its reply
+    node: Node | None = None  # its node, once it was created
 
 
 class GrowingPath:
-    """The conversation of one rollout and its tokens. Not shared between tasks."""
+    """The conversation of a rollout and its tokens. Not shared between asyncio tasks."""
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self._graph = TurnGraph()
         self._messages = list(messages)
-        self._pending: list[Message] = []  # observed, not yet tokens
+        self._pending: list[Message] = []  # observed, not yet rendered
         self._context_ids: list[int] = []
         self._context_images: tuple[ImageSpan, ...] = ()
         self._turn: _OpenTurn | None = None
@@ -51,10 +52,10 @@ class GrowingPath:
 
     @classmethod
     def restored(cls, nodes: Sequence[Node]) -> GrowingPath:
-        """Make the path that had these turns, at least one, in the order they were sampled.
+        """Return the path with these turns, at least one, in the order of their sampling.
 
-        Nothing is pending in it: what was observed after the last turn is observed again. Raises InvariantBroken if
-        they are no turns of one path.
+        It has no pending messages: the caller observes the messages after the last turn again. Raises
+        InvariantBroken if the nodes are not the turns of a path.
         """
         path, last = cls(), nodes[-1]
         for node in nodes[:-1]:
@@ -78,7 +79,7 @@ class GrowingPath:
 
     @property
     def last_turn(self) -> Node | None:
-        """The turn that was sampled last; None before the first, and if a prompt followed it."""
+        """The last sampled turn; None before the first, and if a prompt follows it."""
         turn = self._turn
         return None if turn is None or turn.reply is None else self._node_of(turn)
 
@@ -89,33 +90,33 @@ class GrowingPath:
 
     @property
     def pending(self) -> tuple[Message, ...]:
-        """The messages that were observed since the last prompt."""
+        """The messages observed since the last prompt."""
         return tuple(self._pending)
 
     @property
     def is_started(self) -> bool:
-        """True once there is a first prompt."""
+        """True after the first prompt."""
         return self._turn is not None
 
     @property
     def num_context_tokens(self) -> int:
-        """Length of the present path: the prompt that the next turn extends."""
+        """The number of tokens of the current path, which the next turn extends."""
         return len(self._context_ids)
 
     @property
     def num_known_tokens(self) -> int:
-        """Length of the context of the turn that the present path extends; 0 before the first turn of a root."""
+        """The number of tokens up to the last turn of the current path; 0 before the first turn of a root."""
         turn = self._current()
         return len(self._context_ids) - (len(turn.observed_ids) if turn.reply is None else 0)
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """The present path's ids, a copy."""
+        """A copy of the current path's ids."""
         return tuple(self._context_ids)
 
     @property
     def last_turn_id(self) -> str | None:
-        """The id of the turn that was sampled last: its number in the rollout, as text; None before the first."""
+        """The id of the last sampled turn: its number in the rollout, as text; None before the first."""
         if self._turn is not None and self._turn.reply is not None:
             return self._next_id
         num_turns = self._graph.num_turns
@@ -123,12 +124,12 @@ class GrowingPath:
 
     @property
     def context_images(self) -> tuple[ImageSpan, ...]:
-        """The present path's images; offsets are into `context_ids`."""
+        """The current path's images; offsets are into `context_ids`."""
         return self._context_images
 
     @property
     def constraints(self) -> dict[str, str]:
-        """The long constraints that turns were sampled under, by their digests."""
+        """The long constraints of the turns, by their digests."""
         last = None if self._turn is None else self._turn.reply
         own = (
             {last.sampling.constraint_digest: last.constraint} if last and last.sampling and last.constraint else {}
@@ -141,23 +142,23 @@ class GrowingPath:
         return self._versions
 
     def observe(self, *messages: Message) -> None:
-        """Append messages that the policy did not write; the next prompt brings their tokens."""
+        """Append messages that the policy did not sample; the next prompt adds their tokens."""
         self._messages += messages
         self._pending += messages
 
     def start(self, prompt_ids: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> None:
-        """Begin with the whole conversation so far as the first prompt. Raises InvariantBroken if there is one.
+        """Add the first prompt, with the conversation so far. Raises InvariantBroken if there is a prompt.
 
-        Here and below, `images` are spans of the ids that come with them.
+        Here and below, the offsets of `images` are into the ids of the same call.
         """
         if self._turn is not None:
             raise InvariantBroken("a trajectory starts once; use extend_to")
         self._begin_root(prompt_ids, images, None)
 
     def add_observed(self, token_ids: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> None:
-        """Append tokens that the policy did not sample; they are those of the pending messages."""
+        """Append the tokens of the pending messages."""
         turn = self._current()
-        if turn.reply is None:  # the prompt before has no turn: it goes on
+        if turn.reply is None:  # no turn was sampled from the last prompt: extend it
             turn.observed += tuple(self._pending)
             turn.images += shifted_images(images, len(turn.observed_ids))
             turn.observed_ids += token_ids
@@ -176,17 +177,17 @@ class GrowingPath:
         *,
         cause: str = "",
     ) -> None:
-        """Make `prompt_ids` the next prompt: extend the path if they begin with it, else fork at a new root.
+        """Make `prompt_ids` the next prompt: extend the path if they begin with it, or fork with a new root.
 
-        `decode` makes the split's detail readable, and `cause` says in it why the prompt was rendered whole. Tokens
-        observed since the last turn are in no path after a fork.
+        The split's detail has text from `decode`, and `cause`, the reason why the whole prompt was rendered. After
+        a fork no path has the tokens observed since the last turn.
         """
         turn, num_context = self._current(), len(self._context_ids)
         if list(prompt_ids[:num_context]) == self._context_ids:
             self.add_observed(prompt_ids[num_context:], shifted_images(images, -num_context))
             return
         parent_id = turn.parent_id if turn.reply is None else self._end_node(turn)
-        if parent_id is None:  # no turn was sampled from the prompt before: it is replaced
+        if parent_id is None:  # no turn was sampled from the last prompt: replace it
             self._begin_root(prompt_ids, images, turn.split)
             return
         there, came = np.array(self._context_ids, np.int32), np.array(prompt_ids, np.int32)
@@ -194,7 +195,7 @@ class GrowingPath:
         self._begin_root(prompt_ids, images, Split(SplitReason.TEMPLATE, parent_id, detail))
 
     def add_turn(self, reply: Reply) -> None:
-        """Append a sampled turn: its tokens and its message. Raises InvariantBroken if they are not aligned."""
+        """Append a sampled turn. Raises InvariantBroken if its arrays are not aligned."""
         turn = self._current()
         if turn.reply is not None:
             turn = self._turn = _OpenTurn(self._end_node(turn), (), [])
@@ -205,15 +206,15 @@ class GrowingPath:
         self._versions |= _versions_of(reply)
 
     def mask_older_than(self, version: int) -> None:
-        """Take tokens of versions before `version` out of the mask; ids, logprobs and spans stay."""
+        """Mask tokens of versions before `version`; ids, logprobs and spans stay."""
         self._is_masked.append(lambda sampled_under: sampled_under < version)
 
     def mask_newer_than(self, version: int) -> None:
-        """Take tokens of versions after `version` out of the mask; ids, logprobs and spans stay."""
+        """Mask tokens of versions after `version`; ids, logprobs and spans stay."""
         self._is_masked.append(lambda sampled_under: sampled_under > version)
 
     def paths(self) -> tuple[TokenPath, ...]:
-        """Return all paths as arrays, in the order they began; the last one has all messages. Changes nothing."""
+        """Return all paths as arrays, in the order of their starts; the last path has all messages."""
         paths = token_paths(self._graph, tail=self._tail())
         return tuple(masked(path, self._is_out) for path in paths) if self._is_masked else paths
 
@@ -231,13 +232,13 @@ class GrowingPath:
         self._pending.clear()
 
     def _end_node(self, turn: _OpenTurn) -> str:
-        """Put a sampled turn into the graph. Returns its id."""
+        """Add a sampled turn to the graph. Returns its id."""
         node = self._node_of(turn)
         self._graph.add(node)
         return node.node_id
 
     def _node_of(self, turn: _OpenTurn) -> Node:
-        """Return the open turn as the node that it becomes."""
+        """Return the open turn as a node."""
         if turn.reply is None:
             raise InvariantBroken("a node of a turn that was not sampled")
         turn.node = turn.node or Node(
@@ -255,7 +256,7 @@ class GrowingPath:
 
     @property
     def _next_id(self) -> str:
-        """The id of the turn at the end: turns are numbered as they were sampled."""
+        """The id of the last turn: turns are numbered in the order of their sampling."""
         return str(self._graph.num_turns)
 
     def _tail(self) -> Tail | None:

@@ -1,13 +1,12 @@
-"""Histories of a session as a tree of messages, to find the turn that a request goes on from.
+"""The histories of a session as a tree of messages, which finds the turn that a request continues.
 
-A place is a history: a list of messages under one set of tools. A step from place to place is one message, known by
-its canonical key. A reply that a stop string cut leads to its place by two steps, one with the stop string, because
-some clients echo it. So a request can stand at several places at once; nearly always it is one. Several turns that
-said the same end at one place: the client's echo of call ids tells them apart, and where their tokens differ, that
-of reasoning too.
+A place of the tree is a history: a list of messages with one set of tools. Each edge is a message, identified by
+its canonical key. A reply that ended at a stop string has two edges, because some clients echo the stop string; so
+a request may be at several places, though nearly always at one. Turns with equal messages end at the same place:
+the client's echo of call ids distinguishes them, and if their tokens differ, so does its echo of reasoning.
 
-Invariants: finding takes a dict look-up or two a message, however many turns there are; turns whose messages are
-not known (raw completions) are in no place, and neither is what follows them.
+A search takes one or two dict lookups per message, regardless of the number of turns. Turns without messages (raw
+completions) and their descendants are not in the tree.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from agentloop.trajectory.prefix_index import PathKey
 from agentloop.types import JSON, Message
 
 _NO_REPLY = Message("assistant")
-_MAX_TOOL_SETS = 8  # remembered of one session, to say what changed
-_MAX_TOOL_NAMES = 4  # of each kind that are named
+_MAX_TOOL_SETS = 8  # kept per session, for the description of a change
+_MAX_TOOL_NAMES = 4  # names per kind in a description
 _MAX_TOOL_NAME_CHARS = 24
 _DIGEST_BYTES = 16
 
@@ -33,12 +32,12 @@ _DIGEST_BYTES = 16
 class Walk:
     """The known part of a request, and the turns that it can extend.
 
-    `turns` are those at its deepest extensible place: one for each different path of ids, the latest.
+    `turns` are the turns at the deepest place that can be extended: the latest for each different path of ids.
     """
 
-    num_known: int  # messages of the request that stand in the index, from the first on
-    place: int  # where they end
-    num_matched: int = 0  # messages up to the turns' replies
+    num_known: int  # the first messages of the request that are in the index
+    place: int  # the place after them
+    num_matched: int = 0  # number of messages up to the turns' replies
     turns: tuple[str, ...] = ()
 
 
@@ -48,21 +47,23 @@ class HistoryIndex:
     def __init__(self, *, is_strict: bool) -> None:
         self.is_strict = is_strict
         self._no_reply_key = message_key(_NO_REPLY, is_strict=is_strict)
-        self._starts: dict[bytes, int] = {}  # by tools, in the order they came
+        self._starts: dict[bytes, int] = {}  # by tools, in the order of their first use
         self._steps: dict[tuple[int, bytes], int] = {}
-        self._echoes: dict[tuple[int, bytes], tuple[int, ...]] = {}  # steps with a stop string
+        self._echoes: dict[tuple[int, bytes], tuple[int, ...]] = {}  # edges with a stop string
         self._turns: dict[int, dict[PathKey, str]] = {}  # by place
-        # By place, where turns of equal ids ended: the turns by the digest of all call ids up to there.
+        # By place at which turns with equal ids end: the turns by the digest of all call ids so far.
         self._by_calls: dict[int, dict[bytes, dict[PathKey, str]]] = {}
-        self._calls_of: dict[str, bytes] = {}  # that digest of every turn
+        self._calls_of: dict[str, bytes] = {}  # this digest of every turn
         self._place_of: dict[str, int] = {}
-        self._latest: list[str] = []  # by place: the last node one of whose own messages ends there
-        self.openings: dict[bytes, str] = {}  # the latest root by the key of its first message after the system's
-        self.replies: dict[bytes, str] = {}  # the latest turn by the key of its reply, if that is not empty
+        self._latest: list[str] = []  # by place: the last node with an own message there
+        self.openings: dict[
+            bytes, str
+        ] = {}  # the latest root by the key of its first message that is not a system message
+        self.replies: dict[bytes, str] = {}  # the latest turn by the key of its non-empty reply
 
     @property
     def tools(self) -> tuple[bytes, ...]:
-        """The keys of all tool sets, in the order they came."""
+        """The keys of all tool sets, in the order of their first use."""
         return tuple(self._starts)
 
     def add(self, node: Node, path_key: PathKey) -> None:
@@ -88,12 +89,14 @@ class HistoryIndex:
         self._add_turn(node.node_id, place, path_key)
 
     def keys(self, messages: Sequence[Message]) -> list[bytes]:
-        """The messages' keys, as `walk` takes them."""
+        """Return the messages' keys, for `walk`."""
         return [message_key(message, is_strict=self.is_strict) for message in messages]
 
     def walk(self, tools: bytes, keys: Sequence[bytes], messages: Sequence[Message]) -> Walk | None:
-        """Follow a request; None if no turn has these tools. A turn can be extended if a message other than an
-        assistant's follows it: only that can be rendered behind a reply."""
+        """Follow a request's messages; returns None if no turn has these tools.
+
+        A turn can be extended if the next message is not an assistant's: only other messages can follow a reply.
+        """
         if tools not in self._starts:
             return None
         trail = self._trail(self._starts[tools], keys)
@@ -140,7 +143,7 @@ class HistoryIndex:
             by_calls.setdefault(self._calls_of[node_id], {})[path_key] = node_id
 
     def _named_turns(self, places: Sequence[int], messages: Sequence[Message]) -> dict[PathKey, str]:
-        """The turns at some places all of whose call ids the messages echo."""
+        """Return the turns at these places whose call ids are all echoed by the messages."""
         digest = _calls_digest(messages, b"")
         turns: dict[PathKey, str] = {}
         for place in places:
@@ -154,14 +157,14 @@ class HistoryIndex:
             self._echoes[before, key] = (*known, place)
 
     def _trail(self, start: int, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        """The places before and after each message, as far as they are known."""
+        """Return the places before and after each known message."""
         steps, has_echoes = self._steps, bool(self._echoes)
         places: Sequence[int] = (start,)
         trail = [places]
         for key in keys:
             if has_echoes:
                 places = self._following(places, key)
-            else:  # as nearly always: one place leads to one
+            else:  # nearly always: one place, one edge
                 place = steps.get((places[0], key))
                 places = () if place is None else (place,)
             if not places:
@@ -180,7 +183,7 @@ class HistoryIndex:
 
 
 def _calls_digest(messages: Sequence[Message], before: bytes) -> bytes:
-    """Return a digest of the call ids of messages that follow those of which `before` is the digest."""
+    """Return the digest of call ids, continued from the digest `before` of earlier messages."""
     for message in messages:
         if message.tool_calls:
             ids = "\n".join(call.id for call in message.tool_calls).encode("utf-8", "surrogatepass")
@@ -189,14 +192,14 @@ def _calls_digest(messages: Sequence[Message], before: bytes) -> bytes:
 
 
 def opening_of(messages: Sequence[Message]) -> int | None:
-    """Return the place of the first message that is not a system message; None if there is none."""
+    """Return the index of the first message that is not a system message, or None."""
     return next((i for i, message in enumerate(messages) if canonical_role(message.role) != "system"), None)
 
 
 @dataclass(slots=True)
 class _Candidate:
     turn: Node
-    at: Node | None  # the ancestor that is looked at, the turn itself first; None before the root
+    at: Node | None  # the compared ancestor, first the turn itself; None after the root
     end: int  # messages of the path up to its reply
     is_supported: bool = False
 
@@ -204,10 +207,10 @@ class _Candidate:
 def disambiguate(
     turns: Sequence[Node], num_matched: int, messages: Sequence[Message], nodes: Mapping[str, Node]
 ) -> list[Node]:
-    """Return the turns that a client's echo of call ids and reasoning allows; all if it supports none.
+    """Return the turns that agree with the client's echo of call ids and reasoning; all if it supports none.
 
-    A turn is out if the echo contradicts a call id or the reasoning of a reply that is not common to all. The one
-    that is left counts only if the echo supports it: a client that echoes neither leaves the question open.
+    A turn is dropped if the echo contradicts a call id or the reasoning of a reply that not all turns share. The
+    remaining turn counts only if the echo supports it: a client that echoes neither does not decide.
     """
     left = [_Candidate(turn, turn, num_matched) for turn in turns]
     while left and any(candidate.at is not left[0].at for candidate in left):
@@ -220,7 +223,7 @@ def disambiguate(
 
 
 def _is_allowed(candidate: _Candidate, messages: Sequence[Message], nodes: Mapping[str, Node]) -> bool:
-    """Look at one reply and step to the one before it. False if the echo contradicts it."""
+    """Compare one reply and step to the previous one. Returns False if the echo contradicts the reply."""
     node = candidate.at
     if node is None:
         return True
@@ -236,16 +239,16 @@ def _is_allowed(candidate: _Candidate, messages: Sequence[Message], nodes: Mappi
 
 
 class ToolSets:
-    """The tool sets that requests named last, by their keys: for each tool its name and a digest.
+    """The latest tool sets of requests, by their keys: for each tool its name and a digest.
 
-    After a restore there are none until they come again.
+    After a restore it is empty until requests name tools again.
     """
 
     def __init__(self) -> None:
         self._sets: OrderedDict[bytes, dict[str, bytes]] = OrderedDict()
 
     def note(self, key: bytes, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Remember a set that a request names; the one that was named longest ago goes if there are too many."""
+        """Record a request's tool set; drops the least recently used set if there are too many."""
         if key in self._sets:
             self._sets.move_to_end(key)
             return

@@ -39,27 +39,27 @@ from agentloop.values.sampling import TurnSampling
 _KEY_BYTES = 16
 _MAX_WHOLE_FLOAT = 2.0**63  # whole floats above it stay floats: no client writes them as integers
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
-_SIMPLE = {str, int, bool, type(None)}  # what needs no other form
+_SIMPLE = {str, int, bool, type(None)}  # types that are canonical already
 _FLOAT = re.compile(rb"[0-9][.e]")  # every float that orjson writes has this; so may a string
 _big_encoder = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def canonical_role(role: str) -> str:
-    """Return the role as templates know it: a developer's message is a system message."""
+    """Return the role in templates: a developer message is a system message."""
     return "system" if role == "developer" else role
 
 
 def canonical_json(value: JSON) -> str:
-    """One line of JSON text, equal for JSON-equal values: keys sorted, 2.0 and 2e0 as 2; true is not 1.
+    """Return one line of JSON, equal for JSON-equal values: keys sorted, 2.0 and 2e0 as 2; true is not 1.
 
     Raises InvalidRequest if it is nested too deeply.
     """
     try:
         text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-        if _FLOAT.search(text) is None:  # it is plain already
+        if _FLOAT.search(text) is None:  # it is canonical already
             return text.decode()
     except orjson.JSONEncodeError:
-        pass  # the long way knows what to do
+        pass  # the slow way below handles it
     try:
         plain = _plain(value)
         try:
@@ -71,7 +71,7 @@ def canonical_json(value: JSON) -> str:
 
 
 def message_key(message: Message, *, is_strict: bool = False) -> bytes:
-    """Return a digest that is equal, in any process, for messages that are the same turn of a conversation."""
+    """Return a digest that is equal, in all processes, for messages that are the same turn."""
     role = canonical_role(message.role)
     name = None if role == "tool" else message.name
     call_id = message.tool_call_id if is_strict else None
@@ -81,19 +81,19 @@ def message_key(message: Message, *, is_strict: bool = False) -> bytes:
     else:
         parts = [role, name, [_call(call, is_strict) for call in message.tool_calls], call_id]
         head = canonical_json([*parts, _images(message, text)] if message.images else parts)
-    # The head has no line end, so that no text can be read as part of it.
+    # The head has no line feed, so no text can be taken for a part of it.
     return blake2b(f"{head}\n{text}".encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
 
 
 def tools_key(tools: Sequence[Mapping[str, JSON]]) -> bytes:
-    """Return a digest of tool definitions, in their order; empty for none."""
+    """Return a digest of tool definitions in their order; empty for none."""
     if not tools:
         return b""
     return blake2b(canonical_json(list(tools)).encode(), digest_size=_KEY_BYTES).digest()
 
 
 def _images(message: Message, text: str) -> list[JSON]:
-    """Return the images, each with its place in `text`: the message's content, or that without its outer spaces."""
+    """Return the images with their positions in `text`, which is the message's content, possibly stripped."""
     start = 0 if text == message.content else len(message.content) - len(message.content.lstrip())
     return [[image.sha256, min(max(image.at - start, 0), len(text))] for image in message.images]
 
@@ -111,7 +111,7 @@ def _call(call: ToolCall, is_strict: bool) -> list[JSON]:
 
 
 def _whole_arguments(call: ToolCall) -> dict[str, JSON] | None:
-    """Return the arguments of a call that was cut, if all of them were written: its echo can be read."""
+    """Return the arguments of a call that was cut, if they are complete: a client can echo them."""
     if call.partial_arguments is None:
         return None
     if not call.partial_arguments.strip():
@@ -135,31 +135,31 @@ def _plain(value: JSON) -> JSON:
     return value
 
 
-_OBJECT_CHARS = 64  # a message, a call, or a JSON value of any kind: what it takes up beside its text
+_OBJECT_CHARS = 64  # memory of a message, a call or a JSON value, without its text
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The place where a prompt could not extend a path. `detail` shows the first difference."""
+    """The reason why a prompt could not extend a path. `detail` shows the first difference."""
 
     reason: SplitReason
-    from_node: str | None = None  # the turn whose history is nearest
+    from_node: str | None = None  # the turn with the most similar history
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One sampled turn. Arrays have one length; `weight_versions` tile `[0, n)`.
+    """A sampled turn. All arrays have the same length; `weight_versions` tile `[0, n)`.
 
-    `message` is as clients see it: content ends before a stop string. The ids end with the token that completed the
-    stop string (`stop_text`), with a stop token (`is_closed`: the model's own), or where `max_tokens` cut them.
+    `message` is the clients' view: its content ends before a stop string. The ids end with the token that completed
+    the stop string (`stop_text`), with a stop token (`is_closed`: the model's own), or where `max_tokens` cut them.
     """
 
     message: Message
     token_ids: IntArray
     logprobs: FloatArray
     weight_versions: tuple[WeightVersionSpan, ...]
-    finish_reason: FinishReason  # ABORT only where a turn was not to go on after one
+    finish_reason: FinishReason  # ABORT only if the turn was not continued after an abort
     is_closed: bool
     stop_text: str = ""
     num_reasoning_tokens: int = 0
@@ -167,40 +167,40 @@ class Reply:
     replica_id: str = ""
     top_logprobs: TopLogprobs = ()
     raw_logprobs: FloatArray | None = None  # under the plain softmax; None unless the engine gave both
-    sampling: TurnSampling | None = None  # None where an earlier service wrote it down
+    sampling: TurnSampling | None = None  # None in records that lack it
     seed: int | None = None
-    unread_calls: tuple[ToolCall, ...] = ()  # malformed ones that stand in the content, without their text
+    unread_calls: tuple[ToolCall, ...] = ()  # malformed calls that are in the content, without their text
     engine: str = ""  # the replica's, as in `Generation`
     times: TurnTimes | None = None
-    traceparent: str = ""  # the W3C trace context of the call that asked for it; empty: none
-    constraint: str = ""  # a text that `sampling` has by its digest alone; of the graph's first turn under it
+    traceparent: str = ""  # the W3C trace context of its call; empty: none
+    constraint: str = ""  # the text of a constraint that `sampling` has as a digest; in the first turn with it
     quantization: str = ""  # as in `Generation`
     closing: str | None = (
-        None  # of a turn ended after its first call: the rest of its text, which the next prompt has
+        None  # if the turn was ended after its first call: the rest of its text, for the next prompt
     )
 
     @property
     def content(self) -> str:
-        """The message's text, without thoughts and calls."""
+        """The message's text, without reasoning and calls."""
         return self.message.content
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls of the message, malformed ones too: `LoopContext.run_tools` answers them."""
+        """The tool calls of the message, with malformed ones: `LoopContext.run_tools` answers all."""
         return self.message.tool_calls
 
     @property
     def has_unread_call(self) -> bool:
-        """True if a call in it cannot be read, however clients see it."""
+        """True if a call cannot be parsed, also if it is shown as content."""
         return bool(self.unread_calls) or any(call.status is ToolCallStatus.MALFORMED for call in self.calls)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A turn and what was observed before it. Its path: that of its parent, then `observed_ids`, then the reply's.
+    """A turn and the tokens observed before it. Its path: its parent's path, `observed_ids`, the reply's ids.
 
     A root has the whole prompt in `observed` and `observed_ids`. A reply that the client began (`begun`) has that
-    text's tokens at the end of `observed_ids`; its own message is what was sampled.
+    text's tokens at the end of `observed_ids`; its own message is the sampled one.
     """
 
     node_id: str  # unique within the session
@@ -217,7 +217,7 @@ class Node:
 
     @property
     def message(self) -> Message:
-        """The assistant's whole message, as clients echo it."""
+        """The assistant's message, as clients echo it."""
         said = self.reply.message
         return replace(said, content=self.begun + said.content) if self.begun else said
 
@@ -228,11 +228,11 @@ class Node:
 
 
 class ModelCallState(StrEnum):
-    """The state of a model call that was accepted."""
+    """The state of an accepted model call."""
 
     OPEN = "open"
     COMMITTED = "committed"
-    FAILED = "failed"  # its client left, or the engine gave up: tokens are lost unless a retry commits
+    FAILED = "failed"  # its client disconnected, or the engine failed: its tokens are lost unless a retry commits
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,18 +244,18 @@ class CallRecord:
     created_at: int
     state: ModelCallState
     error: str = ""
-    generate_s: float = 0.0  # spent on sampling, whatever came of it
+    generate_s: float = 0.0  # seconds of sampling, also if it failed
 
 
 def message_chars(message: Message) -> int:
-    """Return the characters of a message, with a share for each object that it is made of."""
+    """Return the size of a message in characters, with an amount for each of its objects."""
     texts = (message.content, message.reasoning, message.tool_call_id or "", message.name or "")
     num_objects = 1 + 2 * len(message.images)  # an image's reference, and its hash
     return num_objects * _OBJECT_CHARS + sum(map(len, texts)) + sum(map(_call_chars, message.tool_calls))
 
 
 def json_chars(value: JSON) -> int:
-    """Return the characters of a JSON value, with a share for each value within it."""
+    """Return the size of a JSON value in characters, with an amount for each inner value."""
     if isinstance(value, str):
         return _OBJECT_CHARS + len(value)
     if isinstance(value, Mapping):

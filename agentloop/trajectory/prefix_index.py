@@ -1,10 +1,10 @@
-"""Ids of whole paths, put together from their turns, and an index over all paths by length and hash.
+"""Ids of whole paths, concatenated from their turns, and an index of all paths by length and hash.
 
-No path is kept as one array: those of all the sessions in memory, each copied anew in every turn, would take more
-than the turns' own ids, while putting one together takes a fraction of what its prompt costs anyway.
+Paths are not stored as arrays: copies for every turn of all sessions would take more memory than the turns, and
+concatenating a path takes little time compared with its prompt.
 
-A path's hash is its ids, read as one number, modulo a prime: the same however the path is cut into turns, and
-grown in the time of what is new. The hash only finds; what is found for a prompt is compared id by id.
+A path's hash is the number that its ids form, modulo a prime. It does not depend on the turns' boundaries, and is
+extended in time proportional to the new ids. A match by hash is verified id by id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentloop.trajectory.node import Node
 from agentloop.types import IntArray
 
 PathKey: TypeAlias = tuple[int, int]
-"""Number of ids and their hash: equal for equal ids."""
+"""The number of ids and their hash."""
 
 _EMPTY: PathKey = (0, 0)
 _PRIME = 2**128 - 159
@@ -28,24 +28,24 @@ _PRIME = 2**128 - 159
 
 @dataclass(frozen=True, slots=True)
 class FoundPath:
-    """The longest whole path that a prompt begins with, and the turn with the longest such prompt."""
+    """The longest path that a prompt begins with, and the turn with the longest such prompt."""
 
     path_of: str | None
     prompt_of: str | None
 
 
 class PrefixIndex:
-    """The paths of one graph, whose `nodes` it reads. Nodes are added in the order of their creation."""
+    """An index of a graph's paths. Nodes are added in the order of their creation."""
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self._nodes = nodes
         self._keys: dict[str, PathKey] = {}
         self._paths: dict[PathKey, str] = {}  # the last node with these ids
         self._prompts: dict[PathKey, str] = {}
-        self._lengths: list[int] = []  # of paths and prompts, ascending, each once
+        self._lengths: list[int] = []  # lengths of paths and prompts, ascending, without duplicates
 
     def add(self, node: Node) -> PathKey:
-        """Add a node, after its parent. Takes time for its own ids only."""
+        """Add a node after its parent, in time proportional to its own ids."""
         before = _EMPTY if node.parent_id is None else self._keys[node.parent_id]
         prompt = _extended(before, node.observed_ids)
         path = _extended(prompt, node.reply.token_ids)
@@ -58,11 +58,11 @@ class PrefixIndex:
         return path
 
     def path_key(self, node_id: str) -> PathKey:
-        """The key of the whole path up to the node's reply. Raises KeyError."""
+        """Return the key of the node's path. Raises KeyError."""
         return self._keys[node_id]
 
     def find(self, prompt: IntArray) -> FoundPath:
-        """The longest path, and the longest prompt of a turn, that `prompt` begins with; the last of equal ones.
+        """Return the longest path, and the longest prompt of a turn, that `prompt` begins with; the last of equals.
 
         Linear in the prompt and in the number of different lengths of paths.
         """
@@ -85,7 +85,7 @@ class PrefixIndex:
 
 
 def path_ids(nodes: Mapping[str, Node], node_id: str) -> IntArray:
-    """Return the whole path up to the node's reply, a copy. Takes time for all the turns on it. Raises KeyError."""
+    """Return a copy of the node's path, in time proportional to its length. Raises KeyError."""
     parts: list[IntArray] = []
     at: str | None = node_id
     while at is not None:

@@ -1,8 +1,8 @@
-"""Token paths of a graph, as a trainer takes them: one a leaf, every sampled token in the mask of exactly one.
+"""The token paths of a graph for a trainer: one per leaf, each sampled token in the mask of exactly one path.
 
-A path's first tokens may be another's: they are there, out of the mask, because the first path that has them trains
-them. What a path shares is decided by the graph alone; a node's `Split` only says why. A rollout's graph has one
-path, or one after the other, and its last turn may still be open: that is the `Tail`.
+Paths may share their first tokens. These are masked in all paths but the first, which trains them. The graph
+determines which tokens are shared; a node's `Split` only has the reason. The graph of a rollout has a sequence of
+paths, and its last turn may be open: the `Tail`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentloop.types import (
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The part of a conversation behind the last node, or a root that is no node yet.
+    """The part of a conversation after the last node, or a root that is not a node yet.
 
     `observed_ids` come first, then the reply's ids. `messages` may hold more than the tokens: those after which
     nothing was sampled. `reply` is None if nothing was sampled; its message counts only if it is among `messages`.
@@ -42,13 +42,13 @@ class Tail:
     observed_ids: IntArray
     reply: Reply | None
     split: Split | None = None
-    turn_id: str = ""  # of the reply
+    turn_id: str = ""  # the reply's
     images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The nodes of one path and what follows them; the first `num_shared` nodes belong to path `parent`."""
+    """The nodes of a path and its tail; the first `num_shared` nodes belong to path `parent`."""
 
     nodes: list[Node]
     parent: int | None = None
@@ -57,7 +57,7 @@ class _Line:
 
     @property
     def turns(self) -> list[tuple[str, IntArray, Reply | None]]:
-        """Each turn's id, the ids observed before it, and the turn."""
+        """Yield each turn's id, the ids observed before it, and the turn."""
         turns: list[tuple[str, IntArray, Reply | None]] = [
             (node.node_id, node.observed_ids, node.reply) for node in self.nodes
         ]
@@ -67,17 +67,19 @@ class _Line:
 
 
 def token_paths(graph: TurnGraph, tail: Tail | None = None) -> tuple[TokenPath, ...]:
-    """Return all paths from a root to a leaf, in the order of the leaves' creation.
+    """Return all paths from a root to a leaf, in the order of the leaves.
 
     A path's `parent` is the first that has the shared tokens, or that has the turn its root was split from: then it
-    may come later, if its leaf was sampled later. `tail` follows a leaf, or is a root of its own.
+    may come later, if its leaf was sampled later. `tail` follows a leaf, or is another root.
     """
     lines: list[_Line] = []
     owner: dict[str, int] = {}  # the first path that has a node
     for leaf in graph.nodes:
         if not graph.has_children(leaf.node_id):
             nodes = graph.path_of(leaf.node_id)
-            num_shared = sum(node.node_id in owner for node in nodes)  # they are the first: ancestors are owned too
+            num_shared = sum(
+                node.node_id in owner for node in nodes
+            )  # these are the first nodes, because their ancestors are owned too
             parent = owner[nodes[num_shared - 1].node_id] if num_shared else None
             for node in nodes[num_shared:]:
                 owner[node.node_id] = len(lines)
@@ -90,7 +92,7 @@ def token_paths(graph: TurnGraph, tail: Tail | None = None) -> tuple[TokenPath, 
 
 
 def masked(path: TokenPath, is_out: Callable[[int], bool]) -> TokenPath:
-    """Return the path without the tokens of some weight versions in its mask; ids, logprobs and spans stay."""
+    """Return the path with the tokens of some weight versions masked; ids, logprobs and spans stay."""
     mask = path.response_mask.copy()
     for span in path.weight_versions:
         if is_out(span.version):
@@ -99,7 +101,7 @@ def masked(path: TokenPath, is_out: Callable[[int], bool]) -> TokenPath:
 
 
 class _Splits:
-    """The split of every root. Roots that began at the same time know nothing of each other: they are told here."""
+    """The split of every root. Concurrent roots were created without a reference to each other; it is set here."""
 
     def __init__(self, graph: TurnGraph) -> None:
         self._of_root: dict[str, Split | None] = {}
@@ -124,7 +126,7 @@ class _Splits:
 def _origin(
     line: _Line, lines: list[_Line], splits: _Splits, owner: dict[str, int]
 ) -> tuple[int | None, Split | None]:
-    """The path that this one was split from, and why."""
+    """Return the path that this path branches from, and the reason."""
     if line.parent is None:
         split = splits.of(line)
         from_node = None if split is None else split.from_node
@@ -132,7 +134,7 @@ def _origin(
     first = line.nodes[line.num_shared]
     if first.split is not None:
         return line.parent, first.split
-    # A sibling that was sampled at the same time, or that went on first and ended last.
+    # A concurrent sibling, or one that continued first and ended last.
     shared = line.nodes[: line.num_shared]
     theirs = lines[line.parent].nodes[line.num_shared]
     at = sum(len(node.observed) + 1 for node in shared)
@@ -150,7 +152,7 @@ def _sibling_difference(at: int, theirs: Node, mine: Node) -> str:
 def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
     _, prompt_ids, _ = line.turns[0]
     num_prompt = len(prompt_ids)
-    ids: list[IntArray] = [np.empty(0, np.int32)]  # of the response, which may be empty
+    ids: list[IntArray] = [np.empty(0, np.int32)]  # the response's, possibly empty
     masks, logprobs = [np.empty(0, np.bool_)], [np.empty(0, np.float32)]
     spans: list[WeightVersionSpan] = []
     turns: list[Turn] = []

@@ -1,10 +1,10 @@
-"""TurnGraph: what was sampled for one trajectory, as a graph of turns, and where a request goes on in it.
+"""TurnGraph: the turns of a trajectory as a graph, which finds the turn that a request continues.
 
-Ownership: the graph owns the nodes of one session or one rollout; it is not shared between threads. Invariants,
-checked as nodes come in (InvariantBroken otherwise): a parent is there before its children; one logprob a sampled
-id; spans tile them. Nodes never change and never go. Matching decides by messages, or by ids for raw completions,
-and never re-encodes anything. It costs the request's length, not the graph's; nodes are indexed when a request is
-first matched after them, so a rollout, which matches none, has no index.
+The graph owns the nodes of a session or a rollout, and is used by one thread. Invariants, checked when a node is
+added (InvariantBroken otherwise): its parent exists; one logprob per sampled id; spans tile the ids. Nodes are
+never changed or removed. Requests are matched by messages, or by ids for raw completions, and nothing is tokenized
+again. A match takes time proportional to the request. New nodes are indexed at the next match, so rollouts, which
+match nothing, have no index.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from agentloop.trajectory.prefix_index import PrefixIndex, path_ids
 from agentloop.types import JSON, IntArray, Message, SplitReason, tiling_problem
 from agentloop.values.sampling import shared
 
-# What a graph takes up, as `tests/trajectory/test_prefix_index.py` measures it.
-BYTES_PER_TOKEN = 8  # an id and, of a sampled token, its logprob
+# The memory of a graph, measured by `tests/trajectory/test_prefix_index.py`.
+BYTES_PER_TOKEN = 8  # an id, and a logprob for sampled tokens
 BYTES_PER_RAW_LOGPROB = 4
 BYTES_PER_ALTERNATIVE = 120  # a pair of two numbers
 BYTES_PER_CHAR = 2
-BYTES_PER_TURN = 2000  # the node, its arrays, and its places in the indexes
+BYTES_PER_TURN = 2000  # the node, its arrays and index entries
 
-_MAX_OTHER_TOOLS = 4  # tool sets that are searched, the latest first, to say that only the tools changed
+_MAX_OTHER_TOOLS = 4  # the latest tool sets, searched to find that only the tools changed
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The turn that a request extends (`parent`, with the messages `appended`); without one, a new root.
+    """The turn that a request extends (`parent`, with the messages `appended`); None for a new root.
 
-    `echoed` is the turn whose whole history a root repeats under other tools.
+    `echoed` is the turn whose history a new root repeats with other tools.
     """
 
     parent: Node | None
     appended: tuple[Message, ...]
     split: Split | None
-    tools_key: bytes = b""  # of the request
+    tools_key: bytes = b""  # the request's
     echoed: Node | None = None
 
 
 class TurnGraph:
-    """Turns of one session or one rollout. `add` takes nodes in the order they were committed."""
+    """The turns of a session or a rollout. `add` takes nodes in the order of their commits."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
         self._last_child: dict[str, str] = {}
         self._num_tokens = self._num_chars = self._num_alternatives = self._num_raw = 0
         self._constraints: dict[str, str] = {}
-        self._not_indexed: list[Node] = []  # added since a request was last matched
+        self._not_indexed: list[Node] = []  # added since the last match
         self._prefixes = PrefixIndex(self._nodes)
-        self._num_messages: dict[str, int] = {}  # of a node's whole path, the reply included
+        self._num_messages: dict[str, int] = {}  # on a node's path, with its reply
         self._loose = HistoryIndex(is_strict=False)
-        self._strict: HistoryIndex | None = None  # made when a strict call first needs it
+        self._strict: HistoryIndex | None = None  # created by the first strict call
         self._tool_sets = ToolSets()
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """All nodes in the order they were added, a copy."""
+        """All nodes in the order of their addition, as a copy."""
         return tuple(self._nodes.values())
 
     @property
@@ -78,12 +78,12 @@ class TurnGraph:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all nodes, observed and sampled, each once."""
+        """The number of observed and sampled tokens of all nodes, each counted once."""
         return self._num_tokens
 
     @property
     def num_bytes(self) -> int:
-        """A rough estimate of the memory that the graph takes up, indexes included; it errs on the large side."""
+        """A rough upper estimate of the graph's memory in bytes, with its indexes."""
         return (
             self._num_tokens * BYTES_PER_TOKEN
             + self._num_alternatives * BYTES_PER_ALTERNATIVE
@@ -94,11 +94,11 @@ class TurnGraph:
 
     @property
     def constraints(self) -> Mapping[str, str]:
-        """The long constraints that turns were sampled under, by their digests."""
+        """The long constraints of the turns, by their digests."""
         return self._constraints
 
     def told_once(self, reply: Reply) -> Reply:
-        """Return the reply, without its constraint if an earlier turn has the same."""
+        """Return the reply, without its constraint if an earlier turn has it."""
         if reply.constraint and reply.sampling and reply.sampling.constraint_digest in self._constraints:
             return replace(reply, constraint="")
         return reply
@@ -111,11 +111,11 @@ class TurnGraph:
         return self._nodes[node_id]
 
     def context_ids(self, node_id: str) -> tuple[int, ...]:
-        """Return the whole path up to the node's reply: what the next prompt begins with. Raises KeyError."""
+        """Return the ids up to the end of the node's reply, with which the next prompt begins. Raises KeyError."""
         return tuple(path_ids(self._nodes, node_id).tolist())
 
     def context_images(self, node_id: str) -> tuple[ImageSpan, ...]:
-        """Return the images of the path up to there; offsets are into `context_ids`. Raises KeyError."""
+        """Return the images of the node's path; offsets are into `context_ids`. Raises KeyError."""
         spans: list[ImageSpan] = []
         num_ids = 0
         for node in self.path_of(node_id):
@@ -124,14 +124,14 @@ class TurnGraph:
         return tuple(spans)
 
     def add(self, node: Node) -> None:
-        """Add a turn. Raises InvariantBroken: an unknown parent, an id twice, arrays that do not align."""
+        """Add a turn. Raises InvariantBroken for an unknown parent, a known id, and arrays that are not aligned."""
         if node.node_id in self._nodes:
             raise InvariantBroken(f"there is a turn {node.node_id} already")
         if node.parent_id is not None and node.parent_id not in self._nodes:
             raise InvariantBroken(f"turn {node.node_id} follows {node.parent_id}, which is not there")
         check_reply(node.reply, node.node_id)
         sampling = node.reply.sampling
-        if sampling is not None and shared(sampling) is not sampling:  # it was read from a disk
+        if sampling is not None and shared(sampling) is not sampling:  # the node was read from disk
             node = replace(node, reply=replace(node.reply, sampling=shared(sampling)))
         self._nodes[node.node_id] = node
         if node.parent_id is not None:
@@ -157,12 +157,11 @@ class TurnGraph:
     ) -> Match:
         """Find the deepest turn whose whole history a request echoes under the same tools.
 
-        `keys` are the messages' loose keys, `tools_key` that of the tools, where they are known already. Changes
-        nothing that a later match depends on. Raises InvalidRequest for no messages, or for arguments nested too
-        deeply.
+        `keys` are the messages' loose keys and `tools_key` the tools' key, if the caller has them. Does not affect
+        later matches. Raises InvalidRequest for no messages, and for arguments that are nested too deeply.
         """
         if not messages:
-            raise InvalidRequest("there are no messages", param="messages")
+            raise InvalidRequest("'messages' is empty: send at least one message", param="messages")
         known_tools = key_of_tools(tools) if tools_key is None else tools_key
         self._tool_sets.note(known_tools, tools)
         if not self._nodes:
@@ -182,7 +181,9 @@ class TurnGraph:
             turns = disambiguate(turns, walk.num_matched, messages, self._nodes)
         if len(turns) > 1:
             names = " and ".join(turn.node_id for turn in turns[-2:])
-            detail = f"messages[:{walk.num_matched}] fit turns {names}, which say the same in other tokens"
+            detail = (
+                f"messages[:{walk.num_matched}] match turns {names}, whose text is equal and whose tokens differ"
+            )
             split = Split(SplitReason.AMBIGUOUS, turns[-1].node_id, detail[:MAX_DETAIL_CHARS])
             return Match(None, tuple(messages), split, known_tools)
         appended = tuple(messages[walk.num_matched :])
@@ -194,9 +195,9 @@ class TurnGraph:
     ) -> tuple[Node | None, tuple[int, ...], Split | None]:
         """Find the turn that a prompt of token ids extends: (turn, ids that are new, split).
 
-        The prompt begins with all tokens up to the turn's end; of several such turns the longest counts, and
-        without one the turn is None. The split says where and why the prompt leaves what is recorded; None if it
-        leaves nothing. Ids are below 2**31. `decode` makes the split's detail readable.
+        The prompt begins with all tokens up to the turn's end. If several turns fit, the longest counts; if none
+        does, the turn is None. The split is the position and reason at which the prompt leaves the recorded tokens,
+        or None. Ids are below 2**31. The split's detail has text from `decode`.
         """
         if not self._nodes:
             return None, tuple(prompt_ids), None
@@ -222,9 +223,9 @@ class TurnGraph:
     def mark_template_split(
         self, parent_id: str, prompt_ids: Sequence[int], decode: Decode | None = None, *, cause: str = ""
     ) -> Split | None:
-        """Return the split of a prompt that was rendered whole after `parent_id`: None if it begins with its path.
+        """Return the split of a whole prompt rendered after `parent_id`; None if it begins with the parent's path.
 
-        `cause` says why it was rendered whole. The graph itself does not change.
+        `cause` is the reason for rendering the whole prompt. The graph does not change.
         """
         prompt = np.array(prompt_ids, dtype=np.int32)
         path = path_ids(self._nodes, parent_id)
@@ -240,7 +241,7 @@ class TurnGraph:
         return path[::-1]
 
     def has_children(self, node_id: str) -> bool:
-        """Tell if a turn extends this one."""
+        """Return True if the turn `node_id` has child turns."""
         return node_id in self._last_child
 
     def _index(self, is_strict: bool) -> HistoryIndex:
@@ -274,7 +275,7 @@ class TurnGraph:
         child = self._last_child.get(parent.node_id)
         if child is None:
             return None
-        # A client that tells of replies which the session does not know here has rewritten what was said.
+        # An assistant message that the session did not sample means that the client has rewritten the history.
         is_edited = any(message.role == "assistant" for message in appended)
         nearest = index.latest_at(walk.place) if walk.num_known > walk.num_matched else child
         detail = self._difference(index, nearest, walk.num_known, messages)
@@ -289,11 +290,11 @@ class TurnGraph:
         messages: Sequence[Message],
         walk: Walk | None,
     ) -> Split:
-        """Why a request begins anew; the graph is not empty."""
+        """Return the reason why a request starts a new root; the graph is not empty."""
         opening = opening_of(messages)
         num_known = 0 if walk is None else walk.num_known
         if walk is not None and num_known == len(messages):
-            # All of it was said before: asked once more, or it ends with what was replied.
+            # All messages are known: the request is repeated, or it ends with a known reply.
             is_answered = messages[-1].role == "assistant"
             nearest = index.latest_at(walk.place)
             detail = self._difference(index, nearest, num_known, messages)
@@ -319,7 +320,7 @@ class TurnGraph:
     def _under_other_tools(
         self, index: HistoryIndex, tools: bytes, keys: Sequence[bytes], messages: Sequence[Message]
     ) -> str | None:
-        """A turn that the request goes on from, or asks once more, but for its tools."""
+        """Return a turn that the request would continue or repeat if its tools were equal."""
         others = [known for known in index.tools if known != tools][-_MAX_OTHER_TOOLS:]
         for other in reversed(others):
             walk = index.walk(other, keys, messages)
@@ -330,7 +331,7 @@ class TurnGraph:
         return None
 
     def _echoed(self, index: HistoryIndex, node_id: str, keys: Sequence[bytes]) -> Node | None:
-        """The node, if a request with other tools holds its whole path."""
+        """Return the node if a request with other tools contains its whole path."""
         num_path = self._num_messages[node_id]
         return self._nodes[node_id] if self._num_common(index, node_id, keys[:num_path]) == num_path else None
 
@@ -342,7 +343,7 @@ class TurnGraph:
         return message_difference(at, there, came, is_strict=index.is_strict)
 
     def _message_at(self, node_id: str, at: int) -> Message | None:
-        """Message `at` of the node's path; after its end, what came first after it."""
+        """Return message `at` of the node's path, or the first message after the path."""
         if at >= self._num_messages[node_id]:
             child = self._last_child.get(node_id)
             return None if child is None else self._nodes[child].messages[0]
@@ -352,7 +353,7 @@ class TurnGraph:
         return node.messages[at - start]
 
     def _num_common(self, index: HistoryIndex, node_id: str, keys: Sequence[bytes]) -> int:
-        """Count the messages from the first on that the request and the node's path have in common."""
+        """Return the number of first messages that the request and the node's path share."""
         num_common = 0
         for node in self.path_of(node_id):
             for key in index.keys(node.messages):
@@ -377,7 +378,7 @@ class TurnGraph:
 
 
 def check_reply(reply: Reply, node_id: str) -> None:
-    """Raise InvariantBroken if the reply of this node is not aligned."""
+    """Raise InvariantBroken if a node's reply is not aligned."""
     num_ids = len(reply.token_ids)
     if len(reply.logprobs) != num_ids:
         raise InvariantBroken(f"turn {node_id} has {len(reply.logprobs)} logprobs for {num_ids} ids")

@@ -110,11 +110,11 @@ def starting(tmp_path: Path) -> Iterator[Callable[..., Start]]:
     ("number", "line", "later_s", "status", "said"),
     [
         pytest.param(
-            *(signal.SIGTERM, "starting Ray", 0.5, 143, "told to end; everything that was started is stopped"),
+            *(signal.SIGTERM, "starting Ray", 0.5, 143, "received SIGTERM; all started processes are stopped"),
             marks=pytest.mark.long,
         ),
-        (signal.SIGINT, "starting Ray", 0.5, 130, "interrupted; everything that was started is stopped"),
-        (signal.SIGTERM, "starting the service's", 3.0, 143, "told to end; everything that was started is stopped"),
+        (signal.SIGINT, "starting Ray", 0.5, 130, "interrupted; all started processes are stopped"),
+        (signal.SIGTERM, "starting the service's", 3.0, 143, "received SIGTERM; all started processes are stopped"),
     ],
 )
 def test_a_signal_within_a_start_ends_in_our_own_words_with_nothing_left(

@@ -235,7 +235,7 @@ def two_equal_replies(played: Played, one: Message, two: Message, ids=(None, Non
 def test_a_history_that_fits_two_turns_is_ambiguous(played):
     two_equal_replies(played, assistant("4"), assistant("4"))
     match = played.ask(*ASK, assistant("4"), user("1"))
-    detail = "messages[:3] fit turns n0 and n1, which say the same in other tokens"
+    detail = "messages[:3] match turns n0 and n1, whose text is equal and whose tokens differ"
     assert match.parent is None
     assert match.split == Split(SplitReason.AMBIGUOUS, "n1", detail)
 
