@@ -14,6 +14,7 @@ import structlog
 from hypothesis import settings
 
 from agentloop.concurrency import aio
+from agentloop.engine import canary
 from agentloop.observability.logs import close_logging
 from agentloop.plugins import resolve
 from agentloop.storage.home import Home
@@ -88,6 +89,13 @@ def postgres_run(postgres_server: PostgresServer, tmp_path: Path) -> Home:
 def _no_threads_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that a test's user code left behind are counted in that test alone."""
     monkeypatch.setattr(aio, "_abandoned_threads", set())
+
+
+@pytest.fixture(autouse=True)
+def _patient_canary_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy host a step of a real engine may take longer than a canary check's shortest deadline of 10 s."""
+    if request.node.get_closest_marker("engine") is not None:
+        monkeypatch.setattr(canary, "_MIN_DEADLINE_S", canary._MAX_DEADLINE_S)
 
 
 @pytest.fixture(autouse=True)

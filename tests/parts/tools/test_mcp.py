@@ -23,7 +23,7 @@ from tests.support.service.mcp_fake import Reply, fake_mcp
 
 COMMAND = [sys.executable, "-m", "tests.support.service.mcp_server"]
 NAMES = ["add", "note", "wait", "picture", "die_once", "die"]
-stdio = McpTools(COMMAND, names=["add"])
+stdio = McpTools(COMMAND, names=["add"], connect_timeout_s=120.0)
 
 
 def call(name: str, **arguments: object) -> ToolCall:
@@ -89,7 +89,7 @@ def url(port: int) -> str:
 
 @pytest.mark.parametrize("transport", [pytest.param("stdio", marks=pytest.mark.slow), "http"])
 async def test_a_server_is_listed_and_called(transport: str, port: int, tmp_path) -> None:
-    server = McpTools(COMMAND if transport == "stdio" else url(port))
+    server = McpTools(COMMAND if transport == "stdio" else url(port), connect_timeout_s=120.0)
     async with opened(server) as scope:
         results = await scope.run([call("add", a=n, b=1) for n in range(20)], 10_000)
         assert [result.content for result in results] == [str(n + 1) for n in range(20)]
@@ -134,7 +134,7 @@ async def test_definitions_are_the_servers_own(port: int) -> None:
 
 @pytest.mark.slow
 async def test_each_trajectory_has_a_server_of_its_own_for_all_its_tools() -> None:
-    server = McpTools(COMMAND, is_shared=False)
+    server = McpTools(COMMAND, is_shared=False, connect_timeout_s=120.0)
     toolbox = Toolbox(server.tools())
     try:
         async with opened(server, "one", toolbox) as one, opened(server, "two", toolbox) as two:

@@ -313,13 +313,13 @@ async def test_a_chain_of_short_processes_ends_with_its_cpu_time() -> None:
     """Each process stays below the kernel's limit, and the command that began the chain has ended."""
     limits = replace(LIMITS, run_s=0.5)
     async with opened(limits) as session:
-        await said(session, "true")
+        await session.sandbox.exec("true", LIMITS)
         num_threads = tree_use(os.getpid()).num_threads
-        await said(session, "f() { for n in $(seq 2000); do :; done; f & }; f >/dev/null 2>&1 &")
+        await session.sandbox.exec("f() { for n in $(seq 2000); do :; done; f & }; f >/dev/null 2>&1 &")
         async with asyncio.timeout(60):
             while tree_use(os.getpid()).num_threads >= num_threads:  # it is killed with the sandbox's own processes
                 await asyncio.sleep(0.02)
-        assert await said(session, "echo on") == "on"
+        assert (await session.sandbox.exec("echo on", LIMITS)).output == b"on\n"
 
 
 def test_use_is_that_of_the_whole_tree() -> None:
