@@ -504,7 +504,7 @@ async def test_a_repeat_gets_its_report_from_the_next_coordinator_too(site, coor
 @service("a", "b")
 async def test_an_update_that_cannot_be_recorded_does_not_begin(site, coordinator):
     site.store.is_broken = True
-    with pytest.raises(ServiceUnavailable, match="cannot be recorded"):
+    with pytest.raises(ServiceUnavailable, match="cannot be stored"):
         await coordinator.replicas.update_weights(push(1), None)
     assert await site.states() == {"a": "ready", "b": "ready"}
     assert [engine.calls for engine in site.engines.values()] == [["resume", "stage"]] * 2
@@ -514,7 +514,7 @@ async def test_an_update_that_cannot_be_recorded_does_not_begin(site, coordinato
 async def test_weights_are_not_discarded_while_the_outcome_of_their_update_is_unsaved(site, coordinator):
     site.engines["a"].on_commit = lambda: setattr(site.store, "is_broken", True)
     await coordinator.replicas.update_weights(push(1), None)
-    with pytest.raises(StorageFull, match="not saved"):
+    with pytest.raises(StorageFull, match="not stored yet"):
         await coordinator.replicas.sleep(2)
     assert coordinator.replicas.sync.desired.orders.asleep == frozenset()
     site.store.is_broken = False

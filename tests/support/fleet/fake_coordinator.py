@@ -322,7 +322,7 @@ class FakeCoordinator:
 
     async def unload_adapter(self, name: str) -> None:
         if self.by_name.pop(name, None) is None:
-            raise ModelNotFound(f"no adapter {name!r} is served", param="name")
+            raise ModelNotFound(f"unknown adapter {name!r}: it is not served", param="name")
 
     async def adapters(self) -> tuple[NamedAdapter, ...]:
         return tuple(self.by_name.values())
@@ -340,16 +340,19 @@ class FakeCoordinator:
         raise Conflict("this service follows no store of versions", param="weights")
 
     async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
-        raise InvalidRequest(f"world_size is {group.world_size}, but 0 workers follow", param="world_size")
+        raise InvalidRequest(
+            f"world_size {group.world_size} != {group.rank_offset} (rank_offset + workers)",
+            param="world_size",
+        )
 
     async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
-        raise NotFound(f"there is no group {group!r}: make it first", param="group_name")
+        raise NotFound(f"unknown group {group!r}: create it first", param="group_name")
 
     async def receive_part(self, part: TransferPart) -> None:
-        raise Conflict(f"no transfer of group {part.group!r} is open: start one first")
+        raise Conflict(f"group {part.group!r} has no open transfer: start one first")
 
     async def end_transfer(self, group: str, version: int | None = None) -> UpdateReport:
-        raise Conflict(f"no transfer of group {group!r} is open: start one first")
+        raise Conflict(f"group {group!r} has no open transfer: start one first")
 
     async def destroy_group(self, name: str) -> None:
         return None
