@@ -9,9 +9,10 @@ One object in the coordinator's event loop; only it writes the desired state. Th
 - fleet-wide: one update, sleep or wake runs at a time; a replica starts to catch up only while none runs;
 - claimed: a procedure locks its replicas from its first step to its end;
 - gate: a lock that is held while engines pause or resume, so that the desired state cannot change in between. It
-  is acquired after fleet-wide, never before. Invariants: an interrupted procedure leaves no replica in UPDATING,
-  and a replica that did not follow an order joins again and receives the order again, so none stays frozen or
-  asleep.
+  is acquired after fleet-wide, never before.
+
+Invariants: an interrupted procedure leaves no replica in UPDATING. A replica that did not follow an order joins again
+and receives the order again, so no replica stays frozen or asleep.
 """
 
 from __future__ import annotations

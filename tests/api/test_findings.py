@@ -48,7 +48,7 @@ WELL = ServiceStatus(True, False, 3, (replica(),), 1, (rollout(),), (), queue=Qu
 FLYING = flying()
 EMPTY = FlightPage((), (), (), 4)
 STUCK = replace(WELL, replicas=(replica(load=IDLE),))
-NO_ROOM = QueueStatus(9, 0, 990, 1000, "no room: 990 of 1000 tokens of KV are predicted to be needed")
+NO_ROOM = QueueStatus(9, 0, 990, 1000, "no KV capacity: 990 of 1000 tokens are expected to be used")
 ASLEEP = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 NOT_READY = replace(WELL, is_ready=False)
 LOADING = StartingReplica("r2", 40.0, "waits for memory")

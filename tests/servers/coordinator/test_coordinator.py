@@ -90,7 +90,7 @@ async def test_as_many_tasks_as_may_wait_are_accepted_in_one_private_call_in_tim
     status = await coordinator.rollouts.submit(name, groups)
     assert time.process_time() - began_s < 10
     assert status.num_queued == 100_000
-    with pytest.raises(Overloaded, match="no room for 1 more trajectories: 100000 wait, of at most 100000"):
+    with pytest.raises(Overloaded, match="the queue has 100000 of at most 100000 trajectories, cannot add 1"):
         await coordinator.rollouts.submit("more", (make_group("g", 1),))
     await coordinator.close()
 

@@ -230,7 +230,7 @@ class FakeCoordinator:
         held = self.held.get(session_id)
         if not self.has_room:
             self.num_refused += 1
-            raise NoHealthyReplica("no replica has room for another session now")
+            raise NoHealthyReplica("no replica has KV capacity for another session now")
         return held if held is not None and held.lease_id in self.leases else self._grant(session_id)
 
     def _grant(self, session_id: str) -> Lease:
@@ -341,7 +341,7 @@ class FakeCoordinator:
 
     async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
         raise InvalidRequest(
-            f"world_size {group.world_size} != {group.rank_offset} (rank_offset + workers)",
+            f"expected world_size {group.rank_offset} (rank_offset + workers), got {group.world_size}",
             param="world_size",
         )
 
