@@ -11,7 +11,7 @@ One object in the coordinator's event loop; only it writes the desired state. Th
 - gate: a lock that is held while engines pause or resume, so that the desired state cannot change in between. It
   is acquired after fleet-wide, never before.
 
-Invariants: an interrupted procedure leaves no replica in UPDATING. A replica that did not follow an order joins again
+Invariants: an interrupted procedure leaves no replica in UPDATING. A replica that did not follow an order rejoins
 and receives the order again, so no replica stays frozen or asleep.
 """
 

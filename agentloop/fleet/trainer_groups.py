@@ -93,7 +93,7 @@ class TrainerGroups:
         num_workers = sum(one.registration.info.num_workers for one in members)
         if group.backend is not GroupBackend.IPC and group.world_size != group.rank_offset + num_workers:
             raise InvalidRequest(
-                f"expected world_size {group.rank_offset + num_workers} (rank_offset + workers), got {group.world_size}",
+                f"world_size is {group.world_size}, not {group.rank_offset + num_workers} (rank_offset + workers)",
                 param="world_size",
             )
         if is_replacement:

@@ -67,10 +67,10 @@ CASES = [
     (replace(WELL, drained=("h1",)), FLYING, Cause.DRAINED, "h1 is drained"),
     (replace(NOT_READY, replicas=()), EMPTY, Cause.NO_REPLICA, "no replica takes traffic"),
     (
-        replace(NOT_READY, replicas=(), lost=(LostReplica("r1", "it fell silent", 9.0),)),
+        replace(NOT_READY, replicas=(), lost=(LostReplica("r1", "it sent no report", 9.0),)),
         EMPTY,
         Cause.NO_REPLICA,
-        "it fell silent",
+        "it sent no report",
     ),
     (replace(NOT_READY, weight_version=None), EMPTY, Cause.NO_REPLICA, "no replica takes traffic"),
     (replace(WELL, update=STAGING), FLYING, Cause.UPDATE, "version 4 is staging since 30 s, waits for r1"),

@@ -107,7 +107,7 @@ async def test_a_replica_that_starts_while_the_fleet_sleeps_takes_no_memory(site
 
 @service("a")
 async def test_a_replica_of_other_software_is_refused_by_name_before_it_loads(site, coordinator):
-    with pytest.raises(InvalidRequest, match=f"replica b has Python 3.9, and the service {SOFTWARE}"):
+    with pytest.raises(InvalidRequest, match=f"replica b runs Python 3.9, the service {SOFTWARE}"):
         await coordinator.replicas.starting("b", "Python 3.9")
     assert (await coordinator.status()).starting == ()
 

@@ -535,9 +535,9 @@ async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lo
         for call in calls:
             with pytest.raises(EngineLost):
                 await call
-        with pytest.raises(EngineLost, match="hangs: no step for"):
+        with pytest.raises(EngineLost, match="hung: no step for"):
             await replica.check_health()
-        assert [reason.split(":")[0] for reason in directory.left] == ["the engine hangs"]
+        assert [reason.split(":")[0] for reason in directory.left] == ["the engine is hung"]
         assert directory.known == {}
         await replica.close()
         await clients.close()

@@ -156,7 +156,7 @@ class FakeCoordinator:
             if not self.is_holding:
                 self.finished[rollout_id] += [record for group in groups for record in self._records(group)]
         elif self.groups[rollout_id] != given:
-            raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
+            raise Conflict(f"rollout {rollout_id} already exists with other groups or terms", param="rollout_id")
         self._wake()
         return self._status(rollout_id)
 
@@ -337,7 +337,7 @@ class FakeCoordinator:
         return HostDrain(host, 0, 0)
 
     async def look_at_store(self) -> StoreStatus:
-        raise Conflict("this service follows no store of versions", param="weights")
+        raise Conflict("this service does not follow a store of versions", param="weights")
 
     async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
         raise InvalidRequest(
