@@ -192,7 +192,7 @@ async def test_a_caller_that_gives_up_cancels_its_call():
 
 async def test_a_bug_and_a_foreign_server_are_errors_of_ours():
     async with Port() as port:
-        with pytest.raises(Exception, match="ZeroDivisionError in echo") as caught:
+        with pytest.raises(Exception, match=r"ZeroDivisionError\) in echo") as caught:
             await port.ask("/break")
         assert getattr(caught.value, "code", "") == "internal_error"
         with pytest.raises(EngineLost, match="not from an agentloop server"):

@@ -128,7 +128,7 @@ class LeavingWorker(threading.Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         self.messages.append(Done())
-        self.death = "the connection was closed"
+        self.death = "the peer closed the connection"
         return True
 
     def peek(self, kind: type) -> object | None:
