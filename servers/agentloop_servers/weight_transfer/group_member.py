@@ -279,7 +279,7 @@ class _VllmRank(_NcclRank):
     """A rank as vLLM's `PyNcclCommunicator` creates it: joined at once, with a sum of one element as a check."""
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device, timeout_s: float) -> None:
-        from vllm.distributed.utils import StatelessProcessGroup  # installed only in vLLM's workers
+        from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415 # installed only in vLLM's workers
         from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env  # noqa: PLC0415
 
         self._init, self._number, self._device = init, rank, device

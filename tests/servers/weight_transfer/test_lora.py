@@ -124,7 +124,7 @@ def test_a_model_without_weights_says_the_shape_in_its_config(tmp_path):
     model, folder = tmp_path / "model", tmp_path / "zero"
     model.mkdir()
     folder.mkdir()
-    with pytest.raises(CheckpointUnreadable, match="no weights or usable config.json"):
+    with pytest.raises(CheckpointUnreadable, match=r"no weights or usable config\.json"):
         write_zero_adapter(str(model), str(folder))
     (model / "config.json").write_bytes((POLICY / "config.json").read_bytes())
     write_zero_adapter(str(model), str(folder))
