@@ -81,16 +81,16 @@ def test_only_the_served_models_tensors_are_taken(tmp_path: Path, changed: Tenso
     form = ServedForm(write(tmp_path / "served", MODEL), is_dummy=False)
     with pytest.raises(CheckpointUnreadable, match=reason):
         form.check_directory(write(tmp_path / "other", {**MODEL, **changed}))
-    with pytest.raises(CheckpointUnreadable, match="lacks 1 tensors"):
+    with pytest.raises(CheckpointUnreadable, match="1 tensors of the served model are missing"):
         form.check_directory(write(tmp_path / "less", {"model.norm.weight": ("F32", [2], 8)}))
-    with pytest.raises(CheckpointUnreadable, match="lacks 1 tensors"):
+    with pytest.raises(CheckpointUnreadable, match="1 tensors of the served model are missing"):
         form.check_push([TensorInfo("model.norm.weight", "float32", (2,))])
 
 
 def test_a_push_in_another_dtype_fits(tmp_path: Path) -> None:
     form = ServedForm(write(tmp_path / "served", MODEL), is_dummy=False)
     form.check_push([replace(tensor, dtype="float64") for tensor in form.tensors])
-    with pytest.raises(CheckpointUnreadable, match="twice"):
+    with pytest.raises(CheckpointUnreadable, match="duplicate tensor names"):
         form.check_push([*form.tensors, form.tensors[0]])
 
 

@@ -218,8 +218,8 @@ def unknown(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
         (rounded, "casts tensor b"),
         (half, "weight has 24 elements, of which 12 are not written"),
         (nothing, "bias has 6 elements, of which 6 are not written"),
-        (twice, "weight is written twice"),
-        (filled_first, "bias is written twice"),
+        (twice, "weight has elements that are written twice"),
+        (filled_first, "bias has elements that are written twice"),
         (in_place, r"weight with aten\.mul_"),
         (by_index, r"bias with aten\.index_put_"),
         (as_bits, "int32 bits into parameter layer.weight"),
@@ -286,7 +286,7 @@ def test_quantised_and_emptied_layers_are_refused() -> None:
         (quantised, r"layer is quantized or has another layout \(SomeQuantisation\)"),
         (emptied, r"layer\.weight is empty"),
         (packed, "layer computes with a packed copy"),
-        (strided, r"layer\.weight has no storage or another layout"),
+        (strided, r"layer\.weight has no storage, or is not contiguous"),
     ):
         with pytest.raises(PlanRefused, match=reason):
             trace(model, infos(TENSORS))

@@ -63,8 +63,8 @@ def test_the_scaling_is_that_of_peft(folder):
     [
         ({"r": 0}, "rank 0"),
         ({"r": "four"}, "adapter_config.json"),
-        ({"r": 3}, "not of rank 3"),
-        ({"rank_pattern": {"k_proj": 2}}, "not of rank 2"),
+        ({"r": 3}, "do not have rank 3"),
+        ({"rank_pattern": {"k_proj": 2}}, "do not have rank 2"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"bias": "all"}, "bias 'all'"),
         ({"use_dora": True}, "use_dora is not supported"),
@@ -87,7 +87,7 @@ def test_tensors_that_do_not_belong_are_refused(folder, tmp_path):
     name_a, name_b = tensor_names(LAYER)
     wide = {name_a: torch.zeros(4, 7), name_b: torch.zeros(64, 4)}
     cases = [
-        ({"base_model.model.lm_head.weight": torch.zeros(2, 2)}, "", "lm_head.weight is not a lora_A or lora_B"),
+        ({"base_model.model.lm_head.weight": torch.zeros(2, 2)}, "", "lm_head.weight is not the lora_A or lora_B"),
         ({}, name_b, f"layer {LAYER} has no lora_B"),
         (wide, "", f"layer {LAYER} adapts a weight"),
         (dict(zip(tensor_names("model.layers.9.self_attn.k_proj"), wide.values(), strict=True)), "", "no layer"),
@@ -99,7 +99,7 @@ def test_tensors_that_do_not_belong_are_refused(folder, tmp_path):
 
 
 def test_a_folder_that_is_no_adapter_is_refused(folder, tmp_path):
-    with pytest.raises(CheckpointUnreadable, match=r"no adapter_config\.json"):
+    with pytest.raises(CheckpointUnreadable, match=r"cannot read adapter_config\.json"):
         check_adapter(str(POLICY), 8)
     weights = folder / "adapter_model.safetensors"
     weights.rename(folder / "model.safetensors")

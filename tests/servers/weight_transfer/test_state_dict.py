@@ -84,5 +84,5 @@ def test_dtypes_are_named() -> None:
     for name, dtype in CAST_DTYPES.items():
         assert parse_dtype(name) == parse_dtype(f"torch.{name}") == dtype
     for name in ("int8", "float8_e4m3fn", "tensor", ""):
-        with pytest.raises(InvalidRequest, match="one of float64"):
+        with pytest.raises(InvalidRequest, match="expected float64"):
             parse_dtype(name)
