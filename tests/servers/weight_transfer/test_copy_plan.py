@@ -324,7 +324,7 @@ def test_tied_parameters_count_once_and_separate_ones_must_not_share_memory() ->
 
 def test_tensors_that_cannot_be_cast_are_refused() -> None:
     for dtype in (torch.float8_e4m3fn, torch.int8):
-        with pytest.raises(PlanRefused, match=f"layer.weight is torch.float32, tensor w is {dtype}"):
+        with pytest.raises(PlanRefused, match=f"layer.weight has dtype torch.float32, tensor w has {dtype}"):
             trace(Model(plain), infos({**TENSORS, "w": TENSORS["w"].to(dtype)}))
     with pytest.raises(PlanRefused, match="unknown dtype float3"):
         trace(Model(plain), [TensorInfo("w", "float3", (6, 4))])

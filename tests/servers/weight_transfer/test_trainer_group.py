@@ -128,4 +128,4 @@ def test_a_cancelled_sender_tells_the_others(job: Job) -> None:
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(job: Job) -> None:
     first = job[0][0]
     assert first["nobody came"].startswith("deadline_exceeded: the other ranks did not call push within 1 s")
-    assert first["broken"].startswith("weight_update_failed: the ranks lost each other")
+    assert first["broken"].startswith("weight_update_failed: the ranks lost their connection")
