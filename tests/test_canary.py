@@ -54,7 +54,7 @@ def test_the_fixed_prompt_fits_any_model_and_names_differ(vocab_size):
     assert first.request_id != second.request_id
     for request in (first, second):  # the id of a user's rollout has no slash, so no other request runs first
         assert request.request_id.startswith(CANARY_PREFIX)
-        with pytest.raises(InvalidRequest, match="holds no slash"):
+        with pytest.raises(InvalidRequest, match="must not be empty or contain"):
             RolloutQueue().reserve(request.request_id, [])
 
 

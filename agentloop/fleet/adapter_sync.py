@@ -1,13 +1,13 @@
-"""The adapters that the fleet serves by name: pushes of their versions, and the places that they take.
+"""The adapters that the fleet serves by name: pushes of versions, and the slots that they use.
 
-    a push      an older adapter's place, if all are taken ─► load on all replicas at once ─► the fleet's version
+    a push      evict the oldest unused adapter if all slots are used ─► load on all replicas ─► the fleet's version
 
-Nothing pauses: calls in flight end under the version that they began with. A replica that fails where another one
-succeeds joins anew. If all fail nothing has changed.
+Nothing pauses: calls in flight finish with the version that they started with. A replica that fails while another
+succeeds joins again; if all fail, nothing changes.
 
-Ownership: one object of the `ReplicaSync`, whose fleet-wide procedures call `push` and `unload`. It alone writes
-the adapters. Invariants: a replica that takes traffic holds all adapters that are served, but for those whose files
-it found gone as it joined, and no others; the store names whatever else a replica may hold, before it holds that.
+`ReplicaSync` owns the one object, and only it writes the adapters. Invariants: a replica in traffic holds exactly
+the served adapters, except those whose files were missing when it joined; a name is stored before a replica may
+hold it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from agentloop.fleet.replica_steps import ReplicaProgress, ReplicaSteps, StepLim
 from agentloop.fleet.weight_update import READ_SLOWNESS
 from agentloop.types import KVPolicy
 
-_MAX_ABSENT = 32  # processes that have left, and may come back with what they hold
-_CLEAR = (InvalidRequest, AdaptersFull)  # an engine that answers so serves what it served
+_MAX_ABSENT = 32  # departed processes that may return with their adapters
+_CLEAR = (InvalidRequest, AdaptersFull)  # after these errors the engine's adapters are unchanged
 
 
 class AdapterSync:
-    """The adapters by name. All but `bring` is called within a fleet-wide procedure."""
+    """The named adapters. All methods except `bring` are called within a fleet-wide procedure."""
 
     def __init__(
         self,
@@ -60,8 +60,10 @@ class AdapterSync:
         wall_time: Callable[[], float],
         log: FilteringBoundLogger,
     ) -> None:
-        """`save` writes what is owed, and logs an error; `takers` returns the replicas in service that no procedure
-        has; `fell_behind` makes one join anew."""
+        """`save` writes a pending value and logs errors.
+
+        `takers` returns the replicas in service that no procedure has locked; `fell_behind` makes one join again.
+        """
         self._fleet = fleet
         self._steps = steps
         self._clock = clock
@@ -71,22 +73,22 @@ class AdapterSync:
         self._wall_time = wall_time
         self._log = log
         self.saved = SavedValue(FleetAdapters(), on_adapters)
-        self.in_use: Callable[[], Collection[str]] = tuple  # those of unfinished rollouts, which no push takes away
-        self.served: tuple[NamedAdapter, ...] = ()  # the one pushed longest ago first
-        # What each process may hold, by its URL; None: a version that is not known.
+        self.in_use: Callable[[], Collection[str]] = tuple  # adapters of unfinished rollouts, which no push evicts
+        self.served: tuple[NamedAdapter, ...] = ()  # in push order, oldest first
+        # Process URL -> the adapters that it may hold; None: of an unknown version.
         self._held: dict[str, dict[str, NamedAdapter | None]] = {}
         self._restored: dict[str, NamedAdapter | None] = {}
 
     def restore(self, adapters: FleetAdapters) -> None:
-        """Take up the adapters that an earlier coordinator has stored. Call before replicas join."""
+        """Load the adapters that an earlier coordinator stored. Call before replicas join."""
         self._restored = {**dict.fromkeys(adapters.strays), **{one.name: one for one in adapters.served}}
         self._set(adapters.served)
 
     async def push(self, push: AdapterPush) -> UpdateReport:
-        """Serve a version of an adapter. A repeat (same version and content) changes nothing, and gets a report.
+        """Serve a version of an adapter. A repeated push (same version and content) only returns a report.
 
-        Raises InvalidRequest (a version that does not grow), Conflict (the version is served with other content),
-        NoHealthyReplica, AdaptersFull, CheckpointUnreadable, ServiceUnavailable (it cannot be recorded) or
+        Raises InvalidRequest (the version does not increase), Conflict (the version is served with other content),
+        NoHealthyReplica, AdaptersFull, CheckpointUnreadable, ServiceUnavailable (it cannot be stored) or
         WeightUpdateFailed.
         """
         started_at, began_at, known = self._clock.now(), self._wall_time(), self._of(push.name)
@@ -114,18 +116,23 @@ class AdapterSync:
         )
 
     async def unload(self, name: str) -> None:
-        """Serve an adapter no more. Raises ModelNotFound, and AdapterInUse while calls or rollouts are under it."""
+        """Unload an adapter.
+
+        Raises ModelNotFound if it is not served, and AdapterInUse while calls or rollouts use it.
+        """
         if (adapter := self._of(name)) is None:
-            raise ModelNotFound(f"no adapter {shown_id(name)!r} is served", param="name")
+            raise ModelNotFound(f"unknown adapter {shown_id(name)!r}: it is not served", param="name")
         if name in self.in_use() or not await self._unload_on_all(adapter):
-            raise AdapterInUse(f"calls or rollouts are under adapter {shown_id(name)!r}", param="name")
+            raise AdapterInUse(
+                f"adapter {shown_id(name)!r} is used by calls or rollouts: retry after they finish", param="name"
+            )
         await self._serve(tuple(one for one in self.served if one != adapter))
 
     async def bring(self, replica: ReplicaRecord) -> None:
-        """Have a replica hold what is served and nothing else, which may change meanwhile.
+        """Load the served adapters on a replica and unload all others. Repeats while the served ones change.
 
-        An adapter whose files are gone costs no other's calls: the replica gets none under it, until it is pushed
-        again. Raises what else an engine raises.
+        If an adapter's files are gone, the replica gets no calls of this adapter until it is pushed again, and
+        serves all others. Re-raises other errors of the engine.
         """
         held, loaded = self._held_by(replica), None
         while loaded != self.served:
@@ -148,18 +155,16 @@ class AdapterSync:
                     if not isinstance(error, CheckpointUnreadable):
                         raise
                     if (known := held.get(one.name)) is not None and known.version == one.version:
-                        # Other content under this version: only an earlier coordinator knew.
+                        # The replica has other content under this version, which an earlier coordinator loaded.
                         await self._unload(replica, one.name)
                     self._fleet.note_adapter(replica, one.name, is_held=False)
             loaded = tuple(wanted.values())
-
-    # --- inside ---
 
     def _of(self, name: str) -> NamedAdapter | None:
         return next((one for one in self.served if one.name == name), None)
 
     async def _next(self, push: AdapterPush, known: NamedAdapter | None) -> NamedAdapter:
-        """Return what a push makes served: what is served already, if it has the same content."""
+        """Return the adapter after the push: the served one if the content is equal."""
         least = -1 if known is None else known.version
         version = least + 1 if push.version is None else push.version
         if known is not None and version == known.version:
@@ -170,19 +175,24 @@ class AdapterSync:
             if are_comparable(found, known.digest) and found != known.digest:
                 raise Conflict(
                     f"version {version} of {name!r} is served with digest {known.digest}, and {push.directory} has "
-                    f"{found}: push it as a new version",
+                    f"{found}: push it with a new version",
                     param="version",
                 )
             if push.directory == known.directory:
                 return known
-            raise Conflict(f"version {version} of {name!r} is what is served", param="version")
+            raise Conflict(
+                f"version {version} of {name!r} is already served from {known.directory}: push a new version",
+                param="version",
+            )
         if version < least and not push.is_forced:
-            message = f"versions grow: {version} after {least}; with `force` an adapter goes back"
+            message = (
+                f"version {version} is lower than the served version {least}: push a higher one or use `force`"
+            )
             raise InvalidRequest(message, param="version")
         return NamedAdapter(push.name, version, push.directory, self._wall_time())
 
     async def _serve(self, served: tuple[NamedAdapter, ...]) -> None:
-        """Set and save what is served. If the store fails, the fleet serves it all the same."""
+        """Set and save the served adapters. The fleet serves them even if the store fails."""
         self._set(served)
         self.saved.owe(self._stored())
         await self._save(self.saved, "adapters_not_saved")
@@ -192,7 +202,7 @@ class AdapterSync:
         self._fleet.adapters = {one.name: one.version for one in served}
 
     def _stored(self, coming: str = "") -> FleetAdapters:
-        """Return what the next coordinator needs: what is served, and other names that replicas may hold, with
+        """Return the value to store: the served adapters, and the other names that replicas may hold, with
         `coming`."""
         present = {one.url for one in self._fleet.replicas}
         for url in [url for url in self._held if url not in present][:-_MAX_ABSENT]:
@@ -204,13 +214,13 @@ class AdapterSync:
         return self._held.setdefault(replica.url, dict(self._restored))
 
     async def _make_room(self, owner: str) -> NamedAdapter | None:
-        """Take the place of the adapter that was pushed longest ago and is in no use, if all places are taken.
+        """Evict the adapter that was pushed longest ago and is not in use, if all slots are used.
 
-        Raises AdaptersFull, which names those that the owner of the new one sees, and NoHealthyReplica.
+        Raises AdaptersFull, with the names that the new adapter's owner may see, and NoHealthyReplica.
         """
         takers = self._takers()
         if not takers:
-            # A replica that is joining without the files of some adapters would accept one more than its places.
+            # A joining replica that skipped some adapters would accept more than the number of slots.
             raise _refusal(())
         num_places = min(one.registration.info.max_loras or 0 for one in takers)
         if len(self.served) < num_places or num_places == 0:
@@ -220,10 +230,15 @@ class AdapterSync:
             if one.name not in in_use and await self._unload_on_all(one):
                 return one
         names = ", ".join(one.name for one in seen_adapters(self.served, (owner,) if owner else None))
-        raise AdaptersFull(f"all {num_places} places have adapters in use: {names or 'of others'}", param="name")
+        raise AdaptersFull(
+            f"all {num_places} adapter slots are in use: {names or 'by adapters of other owners'}", param="name"
+        )
 
     async def _load_on_all(self, adapter: NamedAdapter) -> tuple[list[ReplicaProgress], NamedAdapter]:
-        """Load a version on all replicas in service, also on those that join meanwhile. Adds its digest."""
+        """Load a version on all replicas in service, including replicas that join during the load.
+
+        Sets its digest.
+        """
         done: list[ReplicaProgress] = []
         while new := self._others(done):
             done += await self._load_at_once(new, adapter)
@@ -231,7 +246,9 @@ class AdapterSync:
             adapter = replace(adapter, digest=next(filter(None, digests), adapter.digest))
             for one in unfailed(done):
                 if one.staged is not None and one.staged.digest not in ("", adapter.digest):
-                    one.error = f"load: it read digest {one.staged.digest}, and others {adapter.digest}"
+                    one.error = (
+                        f"load: it read content with digest {one.staged.digest}, other replicas {adapter.digest}"
+                    )
         failed = [one for one in done if one.error is not None]
         is_refused = len(failed) == len(done)
         for one in failed:
@@ -242,11 +259,11 @@ class AdapterSync:
         return done, adapter
 
     def _others(self, done: Sequence[ReplicaProgress]) -> list[ReplicaRecord]:
-        """Return the replicas in service that a step has not reached: they came while it went on."""
+        """Return the replicas in service that joined after the step began."""
         return [one for one in self._takers() if one.url not in {other.replica.url for other in done}]
 
     async def _load_again(self, replicas: Sequence[ReplicaRecord], adapter: NamedAdapter) -> None:
-        """Load an adapter that was unloaded and is served on."""
+        """Load an adapter again that was unloaded but stays served."""
         for one in await self._load_at_once(replicas, adapter):
             if one.error is not None:
                 self._fell_behind(one)
@@ -281,7 +298,7 @@ class AdapterSync:
         return report
 
     async def _unload_on_all(self, adapter: NamedAdapter) -> bool:
-        """Unload an adapter on all replicas in service, or on none: False while calls or rollouts are under it."""
+        """Unload an adapter on all replicas in service. Returns False, and loads it again, if it is in use."""
         progress: list[ReplicaProgress] = []
 
         async def unload(one: ReplicaProgress) -> None:
@@ -304,11 +321,16 @@ class AdapterSync:
 
 
 def _refusal(failed: Sequence[ReplicaProgress]) -> AgentLoopError:
-    """Return the error of a push that every replica has refused."""
+    """Return the error for a push that failed on every replica."""
     if not failed:
-        return NoHealthyReplica("no replica can take an adapter now")
+        return NoHealthyReplica("no healthy replica can load an adapter now: retry later")
     if all(isinstance(one.failure, CheckpointUnreadable) for one in failed):
         return CheckpointUnreadable(failures(failed), param="adapter")
     if all(isinstance(one.failure, AdaptersFull) for one in failed):
-        return AdaptersFull("every place has an older version that calls in flight are under", param="name")
-    return WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
+        return AdaptersFull(
+            "every adapter slot has an older version that calls in flight use: retry after they finish",
+            param="name",
+        )
+    return WeightUpdateFailed(
+        f"no replica could load the adapter, and the served adapters are unchanged: {failures(failed)}"
+    )

@@ -1,7 +1,8 @@
-"""The desired state of the fleet: its weights, and the orders that hold until they are taken back.
+"""The desired state of the fleet: its weights, and the pause, sleep and drain orders in force.
 
-Ownership: `ReplicaSync` alone replaces these values. Both outlive a coordinator: orders are stored before a replica
-hears of them, and of weights the intent before a replica is touched, the outcome once the first one holds them.
+Only `ReplicaSync` replaces these values. They survive a coordinator restart: an order is stored before it is sent
+to a replica. For weights, `pending` is stored before the first replica changes, and the result is stored once a
+replica holds the weights.
 """
 
 from __future__ import annotations
@@ -21,40 +22,43 @@ T = TypeVar("T")
 
 WEIGHTS = frozenset({MemoryTag.WEIGHTS})
 TURN_REASON = "another model's turn"
-"""The reason of a sleep by which models take turns on their accelerators."""
+"""The sleep reason that marks time sharing: another model uses the accelerators now."""
 
 
 @dataclass(frozen=True, slots=True)
 class StandingOrders:
-    """The orders of operators and trainers that hold until they are taken back: a pause, a sleep, hosts to clear.
+    """The orders of operators and trainers that are in force: a pause, a sleep, drained hosts.
 
-    Times are of the wall clock, in seconds since 1970: they are shown, and nothing is decided by them.
+    Times are wall-clock seconds since 1970. They are only displayed; no decision depends on them.
     """
 
     pause: PauseMode | None = None
     pause_reason: str = ""
     paused_at: float = 0.0
-    asleep: frozenset[MemoryTag] = frozenset()  # the memory that is given back
-    sleep_level: int = 0  # 2: the weights were discarded
+    asleep: frozenset[MemoryTag] = frozenset()  # the memory that is released
+    sleep_level: int = 0  # level 2 discards the weights
     sleep_reason: str = ""
     asleep_at: float = 0.0
-    drained: frozenset[str] = frozenset()  # the addresses of hosts that get no work
+    drained: frozenset[str] = frozenset()  # addresses of hosts that receive no new work
 
     @property
     def is_paused(self) -> bool:
         return self.pause is not None
 
     def paused(self, mode: PauseMode, reason: str, now: float) -> StandingOrders:
-        """Pause in `mode`; a second pause keeps the time of the first."""
+        """Return the orders with a pause in `mode`. A repeated pause keeps the time of the first one."""
         paused_at = self.paused_at if self.is_paused else now
         return replace(self, pause=mode, pause_reason=reason or self.pause_reason, paused_at=paused_at)
 
     def resumed(self) -> StandingOrders:
-        """End the pause."""
+        """Return the orders without the pause."""
         return replace(self, pause=None, pause_reason="", paused_at=0.0)
 
     def put_to_sleep(self, level: int, reason: str, now: float) -> StandingOrders:
-        """Give all memory back. Level 1 after level 2 stays level 2: the weights were discarded."""
+        """Return the orders with all memory released.
+
+        A level-1 sleep after a level-2 sleep keeps level 2, because the weights are already discarded.
+        """
         has_weights = MemoryTag.WEIGHTS not in self.asleep
         return replace(
             self,
@@ -65,11 +69,11 @@ class StandingOrders:
         )
 
     def awake_to_stage(self) -> StandingOrders:
-        """Take back the memory of the weights; their values may still be discarded."""
+        """Return the orders with the weights' memory allocated. After a level-2 sleep its content is undefined."""
         return replace(self, asleep=self.asleep - WEIGHTS)
 
     def woken(self, tags: frozenset[MemoryTag]) -> StandingOrders:
-        """Take the memory of these tags back."""
+        """Return the orders with the memory of `tags` allocated."""
         if asleep := self.asleep - tags:
             return replace(self, asleep=asleep)
         return replace(self, asleep=asleep, sleep_level=0, sleep_reason="", asleep_at=0.0)
@@ -77,10 +81,10 @@ class StandingOrders:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSource:
-    """An update, and the KV policy of its commit.
+    """An update and the KV policy of its commit.
 
-    `digest` identifies the request: its version and source, a push by its token. `update.digest` identifies the
-    weights that replicas have staged.
+    `digest` identifies the request by version and source (by the token for a push); `update.digest` identifies the
+    content of the staged weights.
     """
 
     update: WeightUpdate
@@ -93,7 +97,7 @@ class UpdateSource:
 
     @classmethod
     def of(cls, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateSource:
-        """Make the value with its digest, which is equal for a repeat of the same update."""
+        """Make the value. Its digest is the same for a repeated request."""
         token = "" if update.push is None else update.push.token
         published = "" if update.published is None else f"{update.published.store} {update.published.run}"
         source = update.directory or update.transfer or published
@@ -101,7 +105,7 @@ class UpdateSource:
         return cls(update, kv_policy, hashlib.sha256("\0".join(names).encode()).hexdigest())
 
     def without_secret(self) -> UpdateSource:
-        """Return the form to store: a push is stored without address and token, as its process will be gone."""
+        """Return the value without a push's address and token: the sender is gone after a restart."""
         if self.update.push is None:
             return self
         return replace(self, update=replace(self.update, push=PushSource((), "", ())))
@@ -109,12 +113,12 @@ class UpdateSource:
 
 @dataclass(frozen=True, slots=True)
 class FleetWeights:
-    """The weights of the fleet, as they are stored for the next coordinator.
+    """The weights of the fleet, in the form that is stored for the next coordinator.
 
-    `served` is the last update that succeeded, `report` its answer. `pending` is the update under way: a failure
-    removes it, and after a coordinator's death the versions that replicas hold decide. A slow disk may store an
-    outcome after it was told, but `pending` is stored before: so a coordinator that finds one tells no version
-    until it is resolved.
+    `served` is the last successful update and `report` its report. `pending` is the update in progress; it is
+    removed if the update fails. `pending` is always stored before replicas change, but the result may reach the
+    disk late. A coordinator that starts and finds `pending` therefore reports no version until the replicas have
+    reported theirs.
     """
 
     served: UpdateSource | None = None
@@ -123,19 +127,18 @@ class FleetWeights:
 
     @property
     def served_version(self) -> int | None:
-        """The version of `served`."""
         return None if self.served is None else self.served.version
 
     def now_serving(self, source: UpdateSource) -> FleetWeights:
-        """Record that `source` is served; its report follows."""
+        """Return the value after `source` was committed. The report is added later."""
         return FleetWeights(served=source)
 
     def rolled_back(self) -> FleetWeights:
-        """Remove `pending`: its update has failed."""
+        """Return the value without `pending`, after its update failed."""
         return replace(self, pending=None)
 
     def without_secrets(self) -> FleetWeights:
-        """Return the form to store."""
+        """Return the form to store, without addresses and tokens of pushes."""
         served, pending = self.served, self.pending
         return replace(
             self,
@@ -146,36 +149,36 @@ class FleetWeights:
 
 @dataclass(frozen=True, slots=True)
 class FleetAdapters:
-    """The adapters that the fleet serves by name, as they are stored for the next coordinator.
+    """The adapters that the fleet serves by name, in the form that is stored for the next coordinator.
 
-    `strays` are names of others that a replica may hold: of a push under way, or of one that it has missed.
+    `strays` are other adapter names that replicas may hold, from a push in progress or from a missed unload.
     """
 
-    served: tuple[NamedAdapter, ...] = ()  # the one pushed longest ago first
+    served: tuple[NamedAdapter, ...] = ()  # in push order, oldest first
     strays: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """The state that every replica is brought to. `Fleet.weight_version` has the version."""
+    """The state that every replica should have. The fleet's version is `Fleet.weight_version`."""
 
     weights: FleetWeights = FleetWeights()
     orders: StandingOrders = StandingOrders()
 
 
 class SavedValue(Generic[T]):
-    """A value that is kept in the store. It is owed until the last save that was begun has succeeded.
+    """A value that is written to the store. It stays pending until the most recently started save has succeeded.
 
-    An earlier save does not count: after a timeout it may still reach the disk, and be the later one there.
+    An earlier save does not count: after a timeout it may still reach the disk and overwrite a later one.
     """
 
     def __init__(self, value: T, save: Callable[[T], Awaitable[None]] | None) -> None:
-        """`save` writes a value; writes reach the store in the order of their calls. None: nothing is stored."""
+        """`save` writes a value, and applies writes in the order of the calls. With None nothing is stored."""
         self._value = value
         self._save = save
         self._is_owed = False
         self._num_begun = 0
-        self.has_failed = False  # the last save that has ended
+        self.has_failed = False  # the result of the last save that finished
 
     @property
     def is_owed(self) -> bool:
@@ -183,22 +186,25 @@ class SavedValue(Generic[T]):
         return self._is_owed
 
     def owe(self, value: T) -> None:
-        """Replace the value; the next `save_owed` writes it."""
+        """Replace the value. The next `save_owed` writes it."""
         self._value = value
         self._is_owed = True
 
     async def save_first(self, value: T, before: T, timeout_s: float) -> None:
-        """Write a value before any replica is touched. If that raises ServiceUnavailable, `before` is owed."""
+        """Write `value` before any replica changes.
+
+        Raises ServiceUnavailable if the store fails; the previous value `before` is then pending.
+        """
         self.owe(value)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.save_owed()
         except Exception as error:
             self.owe(before)
-            raise ServiceUnavailable(f"the update cannot be recorded: {error}") from error
+            raise ServiceUnavailable(f"the update was not started, because it cannot be stored: {error}") from error
 
     async def save_owed(self) -> None:
-        """Write the value if it is owed. Raises what the store raises; the value then stays owed."""
+        """Write the value if it is pending. Re-raises the store's error, and the value stays pending."""
         if not self._is_owed:
             return
         self._num_begun += 1

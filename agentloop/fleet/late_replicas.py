@@ -1,12 +1,9 @@
-"""Late replicas: those behind the fleet are brought to its weights and into traffic, in the background.
+"""Brings late replicas, those without the fleet's weights, to these weights and into traffic, in the background.
 
-A late replica stages from the fleet's own source or, if that is gone (a push that is over, a deleted directory),
-from another replica. In a sleeping fleet it is put to sleep as it is, and brought up when the fleet has woken:
-until then other processes use its memory.
-
-Ownership: one object beside the `ReplicaSync`, with one task for each replica that is behind; that replica is
-claimed from the stage to the end. Invariant: a quarantined replica comes back through a commit of the fleet's
-version only; where adapters have names, whose base weights never change, by what it says of them.
+Each late replica has one task, and is locked from the stage to the end. It stages from the fleet's own source or,
+if that is gone (a finished push, a deleted folder), from another replica. Invariant: a quarantined replica returns
+only after a commit of the fleet's version. With named adapters the base weights never change, so the version that
+the replica reports is enough.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.weight_update import READ_SLOWNESS
 
-_MORE_PATIENCE = 4.0  # with each attempt: a stage that needs its whole timeout has it in the fourth
+_MORE_PATIENCE = 4.0  # per attempt, so the fourth attempt has the whole stage timeout
 
 
 class LateReplicas:
-    """The tasks that bring late replicas up. Call `start` after every change, and `close` at the end."""
+    """The tasks that catch late replicas up. Call `start` after every change, and `close` at the end."""
 
     def __init__(
         self,
@@ -42,7 +39,7 @@ class LateReplicas:
         on_change: Callable[[], None] = lambda: None,
         log: FilteringBoundLogger | None = None,
     ) -> None:
-        """`on_change` is called after every round of attempts."""
+        """`on_change` is called after each round of attempts."""
         self._sync = sync
         self._fleet = fleet
         self._clock = clock
@@ -54,22 +51,22 @@ class LateReplicas:
         self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (attempt key, next round at)
 
     def check_health(self) -> None:
-        """Raise the error of a task that has ended by one: only a bug does that."""
+        """Re-raise the error of a failed task. Only a bug lets a task fail."""
         for task in self._tasks.values():
             if task.done():
                 task.result()
 
     async def close(self) -> None:
-        """End the tasks. Idempotent."""
+        """Cancel the tasks. Idempotent."""
         tasks = tuple(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def start(self) -> None:
-        """Start a task for each replica behind the fleet's weights that has none.
+        """Start a task for each late replica without one.
 
-        After a failed round a replica is passed over until its pause is over, or the ways to help it change.
+        After a failed round a replica waits until its pause ends or the inputs of an attempt change.
         """
         now = self._clock.now()
         for replica in self._fleet.behind():
@@ -81,15 +78,15 @@ class LateReplicas:
             self._tasks[replica_id] = asyncio.create_task(running, name=f"bring up {replica_id}")
 
     def forget(self, replica_id: str) -> None:
-        """Drop the back-off of a replica that has registered, or is gone."""
+        """Clear the back-off of a replica that has registered or is gone."""
         self._not_before.pop(replica_id, None)
 
     async def bring_up(self, replica_id: str) -> bool:
         """Bring a JOINING or QUARANTINED replica to the fleet's weights and into traffic, with retries.
 
-        A replica that already holds them is only resumed (or paused, if the operator has paused the fleet). False
-        if it is gone, if the fleet sleeps, or if the weights have no source left: its `error` then says so, and the
-        next update brings others. Raises the last attempt's error.
+        A replica that already holds these weights is only resumed (or paused, if an operator paused the fleet).
+        Returns False if the replica is gone, the fleet sleeps, or no source of the weights is left; its `error`
+        then has the reason, and the next update delivers new weights. Raises the last attempt's error.
         """
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Exception),
@@ -107,8 +104,8 @@ class LateReplicas:
         try:
             is_ready = await self.bring_up(replica_id)
         except InvariantBroken:
-            raise  # stays in the table, for `check_health`
-        except Exception as error:  # tried often enough: a round later, again
+            raise  # the failed task stays in the table for `check_health`
+        except Exception as error:  # all attempts failed: the next round follows after a pause
             self._log.warning("catch_up_failed", replica=replica_id, error=repr(error))
             self._say_why(replica_id, error)
             is_ready = False
@@ -125,19 +122,22 @@ class LateReplicas:
     def _say_why(self, replica_id: str, error: Exception) -> None:
         replica = self._fleet.get(replica_id)
         if replica is not None and replica.error is None:
-            self._fleet.note(replica, f"not brought up: {error or type(error).__name__}")
+            self._fleet.note(replica, f"catching up with the fleet failed: {error or type(error).__name__}")
 
     def _tried(self, replica: ReplicaRecord) -> object:
-        """Return all that decides whether an attempt succeeds: after a change, the next one begins at once."""
+        """Return everything that decides whether an attempt succeeds.
+
+        If it changes, the next attempt starts at once.
+        """
         of_replica = (replica.incarnation, replica.weight_version)
         has_peers = bool(self._fleet.placeable())
         wanted = self._fleet.weight_version, self._sync.adapters.served
         return of_replica, wanted, self._sync.desired.orders.asleep, has_peers
 
     def _patience_s(self, number: int) -> float:
-        """Return the seconds for a stage: a straggler's in the fleet's update, then more with each attempt.
+        """Return the timeout of a stage: a straggler's in the fleet's update, multiplied with each attempt.
 
-        The source of a late replica may be slower than the fleet's was.
+        The source of a late replica may be slower than the source of the fleet's update.
         """
         report, config = self._sync.desired.weights.report, self._config
         fleets_s = max((one.stage_ms / 1000.0 for one in report.replicas), default=0.0) if report else 0.0
@@ -157,12 +157,13 @@ class LateReplicas:
         if is_serving is None or now is None or now.state is ReplicaState.ASLEEP:
             return False
         if not is_serving:
-            raise Conflict(f"the fleet has moved on while {replica_id} was brought up")
+            raise Conflict(f"the fleet's weights changed while {replica_id} was catching up")
         return True
 
     async def _update(self, replica: ReplicaRecord, stage_timeout_s: float) -> bool | None:
-        """Make one attempt. Returns if the replica takes traffic now; None: nothing can be done for it yet."""
+        """Run one attempt. Returns True if the replica takes traffic now, and None if it cannot be helped yet."""
         is_asleep = bool(self._sync.desired.orders.asleep)
+        # Other processes use the memory of a sleeping fleet, so a replica gets its weights after the wake.
         is_quarantined = replica.state is ReplicaState.QUARANTINED
         if is_asleep and is_quarantined:
             await self._sync.apply(replica)
@@ -171,12 +172,15 @@ class LateReplicas:
         needs_weights = not is_asleep and (is_quarantined or not self._fleet.is_current(replica))
         if needs_weights and replica.registration.info.max_loras is not None:
             version = self._fleet.held_version(replica.registration, report.load.weight_version)
-            if report.load.weight_version is not None and version is None:  # no commit can bring it others
-                note = f"its model folder has other weights than the fleet's: {replica.registration.weight_digest}"
-                self._fleet.note(replica, f"{note}, not {self._fleet.weight_digest}; restore the folder")
+            # A commit cannot replace base weights here, because adapters were loaded for them.
+            if report.load.weight_version is not None and version is None:
+                note = (
+                    f"its model folder differs from the fleet's: it has digest {replica.registration.weight_digest}"
+                )
+                self._fleet.note(replica, f"{note}, expected {self._fleet.weight_digest}; restore the folder")
                 return None
             if report.is_usable and version is not None:
-                self._fleet.committed(replica, version)  # at its start
+                self._fleet.committed(replica, version)  # the engine loaded them at its start
         elif needs_weights:
             source = await self._staged(replica, stage_timeout_s)
             if source is None:
@@ -190,16 +194,16 @@ class LateReplicas:
         return await self._sync.apply(replica)
 
     async def _stage(self, replica: ReplicaRecord, update: WeightUpdate, timeout_s: float) -> None:
-        await self._steps.wake(replica, WEIGHTS)  # it may have slept through the fleet's wake
+        await self._steps.wake(replica, WEIGHTS)  # it may have been unreachable when the fleet woke
         await self._steps.stage(replica, update, timeout_s)
 
-    # --- where its weights come from ---
+    # Sources of the weights
 
     async def _staged(self, replica: ReplicaRecord, timeout_s: float) -> UpdateSource | None:
-        """Stage the fleet's weights on a replica, and return their source; None if no source is left.
+        """Stage the fleet's weights on a replica. Returns their source, or None if no source is left.
 
-        If their directory has other bytes by now, or it or the trainer that pushed them is gone, another replica
-        sends its own. The record's `error` lists the sources that failed. Raises the last stage's error.
+        If the folder is gone or has changed, or the weights were pushed, another replica sends them. The record's
+        `error` lists the sources that failed. Raises the last stage's error.
         """
         served = self._sync.served_source()
         if served is None:
@@ -221,7 +225,7 @@ class LateReplicas:
             await self._stage(replica, relayed, timeout_s)
             return replace(served, update=relayed)
         if self._sync.served_source() != served:
-            raise Conflict("the fleet has moved on while its replicas were asked for their weights")
+            raise Conflict("the fleet's weights changed while its replicas prepared to send them")
         tried = "; ".join(refusals) or "no peer"
         origin = "cannot be read" if served.update.is_repeatable else "was pushed"
         self._fleet.note(replica, f"version {served.version} {origin}, and no replica can send it ({tried})")
@@ -230,7 +234,10 @@ class LateReplicas:
         return None
 
     def _peers(self, replica: ReplicaRecord) -> list[ReplicaRecord]:
-        """Return the replicas with the fleet's weights and `replica`'s engine and parallelism, its host's first."""
+        """Return the replicas that can send the fleet's weights to `replica`, those on its host first.
+
+        They need the same engine and the same parallelism.
+        """
         info = replica.registration.info
         peers = [
             peer
@@ -243,12 +250,15 @@ class LateReplicas:
         return sorted(peers, key=lambda peer: peer.host != replica.host)
 
     async def _relayed(self, served: WeightUpdate, peer: ReplicaRecord, replica: ReplicaRecord) -> WeightUpdate:
-        """Make an update that `replica` stages from `peer`. Raises Conflict if it cannot, or the call's error."""
+        """Make an update that `replica` stages from `peer`.
+
+        Raises Conflict if the peer cannot send its weights.
+        """
         offer = await self._steps.offer(peer)
         if offer is None:
-            raise Conflict("it cannot")
+            raise Conflict("its engine cannot send its weights")
         now = self._fleet.get(peer.replica_id)
         if now is None or not now.weight_version == served.version == self._fleet.weight_version:
-            raise Conflict("its weights changed while it made the offer")
+            raise Conflict("its weights changed while it prepared to send them")
         push = replace(offer, num_receivers=replica.registration.info.num_workers)
         return WeightUpdate(served.version, push=push, is_forced=served.is_forced, digest=served.digest)

@@ -1,13 +1,9 @@
 """The steps that change one replica (stage, pause, commit, wake, resume, sleep), and their parallel execution.
 
-Each step has a deadline. On many replicas a failure is kept next to its replica; once other replicas have finished
-a step, the rest have a few seconds more.
-
-`ReplicaSync` has the one object; no other code of the service calls these methods of an engine. Callers take the
-replica out of traffic before a step and back after it. The steps record the version of a replica's weights. It is
-unknown from the start of a commit, or of a sleep that discards weights, to the end of the next commit, and after an
-answer of the engine that contradicts it. Every step raises TimeoutError after its deadline, and the engine's
-errors.
+Every step raises TimeoutError after its deadline, and the engine's errors. `ReplicaSync` owns the one
+`ReplicaSteps`; no other code calls these methods of an engine. Callers take the replica out of traffic before a
+step, and back after it. A replica's version is None from the start of a commit (or of a level-2 sleep) until the
+next successful commit, and whenever its engine reports a different version.
 """
 
 from __future__ import annotations
@@ -43,27 +39,27 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ReplicaProgress:
-    """One replica in a procedure. `failure` is the exception of the step that failed, `error` its text."""
+    """The progress of one replica in a procedure. `failure` is the failed step's exception, `error` its text."""
 
     replica: ReplicaRecord
-    verb: str = ""  # the step under way
+    verb: str = ""  # the current step
     stage_s: float = 0.0
     staged: StageReport | None = None
     committed: CommitReport | None = None
     paused_at: float | None = None
-    paused_after_s: float = 0.0  # since the update began
+    paused_after_s: float = 0.0  # since the start of the update
     stall_s: float = 0.0
     look_s: float = 0.0
     failure: Exception | None = None
     error: str | None = None
 
     def end_stall(self, now: float) -> None:
-        """Set `stall_s`, at the resume or at the failure: the first call counts."""
+        """Set `stall_s` at the resume or at the failure. Only the first call has an effect."""
         if self.paused_at is not None:
             self.stall_s, self.paused_at = now - self.paused_at, None
 
     def report(self) -> ReplicaUpdate:
-        """Make the replica's part of the update's report. In one phase the commit transferred, else the stage."""
+        """Make the replica's part of the update report. In a blocking update the commit has the transfer time."""
         staged, committed = self.staged, self.committed or CommitReport()
         return ReplicaUpdate(
             replica_id=self.replica.replica_id,
@@ -84,10 +80,10 @@ class ReplicaProgress:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The deadline of one step on one replica, and the earlier one of stragglers.
+    """The deadline of one step on one replica, and the shorter deadline of stragglers.
 
-    Once a `share` of the replicas is through, and one at least, stragglers have `grace_s` plus `slowness` times the
-    slowest one's time.
+    It starts once a `share` of the replicas, and at least one, has completed the step. Stragglers then have
+    `grace_s`, and in addition `slowness` times the duration of the slowest replica so far.
     """
 
     timeout_s: float
@@ -103,9 +99,9 @@ async def on_all(
     limits: StepLimits | None = None,
     on_failed: Callable[[ReplicaProgress], None] = lambda one: None,
 ) -> None:
-    """Take one step on all replicas at once; `on_failed` is called for each replica that fails.
+    """Run one step on all replicas in parallel. `on_failed` is called for each replica that fails.
 
-    Without `limits` only the step's own deadlines hold, for stragglers too. Raises InvariantBroken only.
+    Without `limits` only the step's own deadlines apply. Raises nothing but InvariantBroken.
     """
     loop = asyncio.get_running_loop()
     started_at = loop.time()
@@ -141,7 +137,11 @@ async def on_all(
             one.error = f"{one.verb}: {_text(failure)}"
             if limits is not None and deadline.expired():
                 is_late = replica_id in late
-                waited = f"{limits.grace_s:g} s after the others" if is_late else f"within {limits.timeout_s:g} s"
+                waited = (
+                    f"within {limits.grace_s:g} s of the other replicas"
+                    if is_late
+                    else f"within {limits.timeout_s:g} s"
+                )
                 one.error = f"{one.verb}: no answer {waited}"
             waiting.pop(replica_id, None)
             on_failed(one)
@@ -152,7 +152,7 @@ async def on_all(
 
 
 async def within(timeout_s: float, call: Awaitable[T]) -> T:
-    """Await a call under a deadline. Raises TimeoutError, whose text has the seconds."""
+    """Await a call with a timeout. Raises TimeoutError with the seconds in its text."""
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
@@ -164,12 +164,12 @@ async def within(timeout_s: float, call: Awaitable[T]) -> T:
 
 
 def unfailed(progress: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
-    """Return the replicas on which no step has failed."""
+    """Return the replicas without a failed step."""
     return [one for one in progress if one.error is None]
 
 
 def failures(progress: Sequence[ReplicaProgress]) -> str:
-    """List the replicas and their errors in one line."""
+    """Return the replicas and their errors in one line."""
     return "; ".join(f"{one.replica.replica_id}: {one.error}" for one in progress)
 
 
@@ -181,42 +181,42 @@ def _text(failure: Exception) -> str:
 
 Connect = Callable[[str], EngineControl]
 
-_ANSWER_S = 1.0  # of a drain, beyond its grace
+_ANSWER_S = 1.0  # in addition to the grace of a drain
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightConfig:
-    """The deadlines of each step on one replica, and the attempts for a late one."""
+    """The timeouts of the steps on one replica, and the retries of late replicas."""
 
     stage_timeout_s: float = 600.0
     pause_timeout_s: float = 60.0
-    commit_timeout_s: float = 300.0  # in one phase the commit transfers
+    commit_timeout_s: float = 300.0  # a blocking update transfers in the commit
     resume_timeout_s: float = 60.0
-    straggler_grace_s: float = 10.0  # after the others are through with a step
-    exact_grace_s: float = 5.0  # for requests that do not accept the new version; a straggler has no more
+    straggler_grace_s: float = 10.0  # after the other replicas have completed the step
+    exact_grace_s: float = 5.0  # for requests that do not accept the new version; stragglers have no more time
     sleep_timeout_s: float = 120.0
     wake_timeout_s: float = 120.0
     offer_timeout_s: float = 30.0
-    save_timeout_s: float = 5.0  # of an order, into the store; the fleet obeys it also unsaved
-    operator_pause_timeout_s: float = 600.0  # PauseMode.WAIT runs requests to their end
-    settle_s: float = 5.0  # after a restart within an update: the time for replicas to say what they hold
+    save_timeout_s: float = 5.0  # for storing an order; the fleet follows it even if the store fails
+    operator_pause_timeout_s: float = 600.0  # PauseMode.WAIT lets requests finish
+    settle_s: float = 5.0  # after a restart during an update: the time for replicas to report their version
     max_catch_up_attempts: int = 5
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0
-    catch_up_pause_s: float = 60.0  # between two rounds of such attempts
-    turn_wait_s: float = 120.0  # of an update, while another model has the turn
+    catch_up_pause_s: float = 60.0  # between two rounds of attempts
+    turn_wait_s: float = 120.0  # how long an update waits while another model uses the accelerators
     num_reports: int = 16
 
     @property
     def switch_timeout_s(self) -> float:
-        """The longest that a replica can take from its pause to its resume."""
+        """The longest time between the pause and the resume of a replica."""
         return self.pause_timeout_s + self.commit_timeout_s + self.wake_timeout_s + self.resume_timeout_s
 
     @property
     def update_timeout_s(self) -> float:
-        """The longest that an update can take: in a sleeping fleet, if every step takes its whole time."""
+        """The longest duration of an update: of a sleeping fleet, with the full timeout in each step."""
         return (
             self.turn_wait_s
             + self.wake_timeout_s
@@ -227,7 +227,7 @@ class WeightConfig:
 
 
 class ReplicaSteps:
-    """The steps on a replica's engine, each under its deadline. `connect` returns the engine at a URL."""
+    """The steps on a replica's engine, each with its timeout. `connect` returns the engine at a URL."""
 
     def __init__(self, fleet: Fleet, connect: Connect, config: WeightConfig) -> None:
         self._fleet = fleet
@@ -237,12 +237,12 @@ class ReplicaSteps:
     async def stage(
         self, replica: ReplicaRecord, update: WeightUpdate, timeout_s: float | None = None
     ) -> StageReport:
-        """Receive and check the weights of an update while decoding goes on."""
+        """Receive and verify the weights of an update while the engine decodes."""
         timeout_s = self.config.stage_timeout_s if timeout_s is None else timeout_s
         return await within(timeout_s, self._engine(replica).stage(update))
 
     async def digest_of(self, replica: ReplicaRecord, update: WeightUpdate) -> str:
-        """Stage an update, and return the digest of its weights; empty if the replica does not answer."""
+        """Stage an update and return the digest of its weights; empty if the replica does not answer."""
         try:
             return (await self.stage(replica, update)).digest
         except (EngineLost, ConnectionError, TimeoutError) as error:
@@ -250,31 +250,34 @@ class ReplicaSteps:
             return ""
 
     async def follow_trainer(self, replica: ReplicaRecord, order: TrainerOrder) -> None:
-        """Join a trainer's group, receive a part of its transfer, or leave; or make a version on its host."""
+        """Send a trainer's order: join a group, receive a part, leave the group, or prepare a version on its
+        host."""
         timeout_s = self.config.offer_timeout_s if isinstance(order, LeaveGroup) else self.config.stage_timeout_s
         await within(timeout_s, self._engine(replica).follow_trainer(order))
 
     async def load_adapter(self, replica: ReplicaRecord, adapter: Adapter) -> StageReport:
-        """Serve a version of an adapter to the calls that begin from now on."""
+        """Load a version of an adapter. Calls that start later use it."""
         return await within(self.config.stage_timeout_s, self._engine(replica).load_adapter(adapter))
 
     async def unload_adapter(self, replica: ReplicaRecord, name: str) -> None:
-        """Serve an adapter no more."""
+        """Unload an adapter."""
         await within(self.config.offer_timeout_s, self._engine(replica).unload_adapter(name))
 
     async def drain_pinned(self, replica: ReplicaRecord, version: int) -> None:
-        """Let requests end that do not accept the version to come. A replica that does not answer is left alone."""
+        """Wait until the requests that do not accept the next version have finished.
+
+        Errors are ignored: a replica that does not answer fails in the next step.
+        """
         grace_s = self.config.exact_grace_s
         with suppress(AgentLoopError, TimeoutError, ConnectionError):
             await within(grace_s + _ANSWER_S, self._engine(replica).drain_pinned(version, grace_s))
 
     async def pause_for_commit(self, replica: ReplicaRecord, kv_policy: KVPolicy) -> None:
-        """Freeze requests where they are, for the commit that follows."""
+        """Freeze the requests in flight, for the commit that follows."""
         await within(self.config.pause_timeout_s, self._engine(replica).pause(PauseMode.KEEP, kv_policy))
 
     async def commit(self, replica: ReplicaRecord, version: int, *, resumes: bool = False) -> CommitReport:
-        """Swap in the staged weights, and with `resumes` end the pause. Until this has ended, the replica's weights
-        are unknown."""
+        """Swap in the staged weights, and end the pause if `resumes`. The version is None until this succeeds."""
         engine, timeout_s = self._engine(replica), self.config.commit_timeout_s
         self._fleet.forget_version(replica)
         if resumes:
@@ -284,7 +287,8 @@ class ReplicaSteps:
         except (EngineLost, ConnectionError):
             if not resumes:
                 raise
-            # Perhaps only the answer is lost, and the replica samples under the version: freeze it, and look.
+            # The commit may have succeeded although its answer was lost, and the replica may sample: freeze it to
+            # find out.
             await self.pause_for_commit(replica, KVPolicy.KEEP)
             if engine.weight_version != version:
                 raise
@@ -293,7 +297,7 @@ class ReplicaSteps:
         return report
 
     async def wake(self, replica: ReplicaRecord, tags: frozenset[MemoryTag]) -> None:
-        """Take memory back if the engine can sleep: the KV cache only while its weight version is known."""
+        """Allocate memory again if the engine can sleep. The KV cache needs a known weight version."""
         now = self._fleet.get(replica.replica_id)
         if now is None or now.weight_version is None:
             tags = tags - {MemoryTag.KV_CACHE}
@@ -301,28 +305,28 @@ class ReplicaSteps:
             await self._order(replica, self.config.wake_timeout_s, self._engine(replica).wake(tags))
 
     async def resume(self, replica: ReplicaRecord) -> float:
-        """End a pause. Returns the seconds of the look at new weights; 0 if no commit came before."""
+        """End a pause. Returns the seconds of the canary check; 0 if no commit came before."""
         return await self._order(replica, self.config.resume_timeout_s, self._engine(replica).resume())
 
     async def pause_for_operator(self, replica: ReplicaRecord, mode: PauseMode) -> None:
-        """Pause the engine in the mode of an operator's order."""
+        """Pause the engine in the mode that the operator ordered."""
         await self._order(replica, self.config.operator_pause_timeout_s, self._engine(replica).pause(mode))
 
     async def sleep(self, replica: ReplicaRecord, orders: StandingOrders) -> None:
-        """Give back the memory that sleeps by `orders`, and no other: an update under way may stage into it."""
+        """Release only the memory that is asleep in `orders`: a running update may stage into the rest."""
         if orders.sleep_level == 2:
             self._fleet.forget_version(replica)
         await self._order(replica, self.config.sleep_timeout_s, self._engine(replica).sleep(orders.sleep_level))
         await self.wake(replica, ALL_MEMORY - orders.asleep)
 
     async def offer(self, replica: ReplicaRecord) -> PushSource | None:
-        """Offer a replica's weights for another replica to stage; None if its engine cannot send them."""
+        """Return a peer source that sends the replica's weights; None if its engine cannot send them."""
         return await within(self.config.offer_timeout_s, self._engine(replica).offer())
 
     async def _order(self, replica: ReplicaRecord, timeout_s: float, order: Awaitable[T]) -> T:
-        """Await an order, and forget the replica's version if the engine holds another at its answer.
+        """Await an order. Sets the replica's version to None if the engine's version differs afterwards.
 
-        A look or a commit may have ended there after its caller was gone.
+        A canary check or commit may have ended on the engine after its caller had left.
         """
         answer = await within(timeout_s, order)
         now = self._fleet.get(replica.replica_id)

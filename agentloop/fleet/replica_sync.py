@@ -1,20 +1,18 @@
-"""The owner of the fleet's desired state, which brings every replica to it.
+"""The owner of the fleet's desired state: brings every replica to it.
 
-`DesiredState` has the weights and their source, the operator's pause, and the memory that is given back. Orders
-hold over a restart: they are saved before a replica is told (`on_orders`), and `restore` takes them up again.
-Fleet-wide orders (an update, pause and resume, sleep and wake) change it and reach all replicas at once. Replicas
-that came late, failed a step or did not follow an order are brought to it one by one (`LateReplicas`).
+`DesiredState` has the weights with their source, the operator's pause, and the released memory. Fleet-wide orders
+(an update, pause, resume, sleep, wake) change it and are sent to all replicas at once. `LateReplicas` brings
+replicas to it that joined late, failed a step or did not follow an order. Orders are saved before replicas receive
+them, and `restore` loads them after a coordinator restart.
 
-Ownership: one object, in the coordinator's event loop. It alone writes the desired state. Engines come from
-`connect`, which gives the same one for the same URL; every call to one has a deadline. Three rules keep the
-procedures apart:
-- fleet-wide: one update, sleep or wake at a time; bringing a replica up begins only while there is none;
-- claimed: the replicas of a procedure, from its first step to its end; no other procedure touches these;
-- gate: a lock held while engines pause or resume, so that the desired state does not change in between. Taken after
-  fleet-wide, never before. Only the memory to stage into is woken without it.
-Invariants:
-- a procedure that is cut short leaves no replica in UPDATING;
-- a replica that did not follow an order joins anew and gets the order again, so none is forgotten frozen or asleep.
+One object in the coordinator's event loop; only it writes the desired state. Three rules separate the procedures:
+- fleet-wide: one update, sleep or wake runs at a time; a replica starts to catch up only while none runs;
+- claimed: a procedure locks its replicas from its first step to its end;
+- gate: a lock that is held while engines pause or resume, so that the desired state cannot change in between. It
+  is acquired after fleet-wide, never before.
+
+Invariants: an interrupted procedure leaves no replica in UPDATING. A replica that did not follow an order rejoins
+and receives the order again, so no replica stays frozen or asleep.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ T = TypeVar("T")
 
 
 class ReplicaSync:
-    """The owner of the desired state: updates, the operator's orders, and single replicas brought to it."""
+    """The owner of the desired state: weight updates, the operator's orders, and catching replicas up."""
 
     def __init__(
         self,
@@ -91,10 +89,13 @@ class ReplicaSync:
         log: FilteringBoundLogger | None = None,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """`initial`: the weights that engines load at their start. `on_weights`, `on_orders` and `on_adapters`
-        store weights, standing orders and adapters; their errors are logged, and `save_owed` tries again, but an
-        update that cannot be stored before it begins is refused. `on_change` is called after every order, also one
-        that failed. `wall_time` dates the orders that status shows."""
+        """Make the owner for a new service; `restore` loads an earlier one's state.
+
+        `initial` is the weights that engines load at their start. `on_weights`, `on_orders` and `on_adapters`
+        store the weights, orders and adapters. Their errors are logged and `save_owed` retries, but an update that
+        cannot be stored before it starts is refused. `on_change` is called after every order, also after a failed
+        one. `wall_time` gives the displayed times of orders.
+        """
         self._fleet = fleet
         self.steps = ReplicaSteps(fleet, connect, config or WeightConfig())
         self._clock = clock
@@ -104,14 +105,15 @@ class ReplicaSync:
         self._wall_time = wall_time
         self._log = structlog.get_logger("fleet") if log is None else log
         self._desired = DesiredState(FleetWeights(None if initial is None else UpdateSource.of(*initial)))
-        self._resolves_at: float | None = None  # of an interrupted update; None: there is none
-        self._ongoing: str | None = None  # the fleet-wide procedure
+        self._resolves_at: float | None = None  # when an interrupted update is resolved; None: no such update
+        self._ongoing: str | None = None  # the running fleet-wide procedure
         self._gate = asyncio.Lock()
         self._claimed: set[str] = set()
-        self._released = ChangeSignal()  # when a procedure has ended
-        self._update: FleetUpdate | None = None  # the last one begun
-        self._answer: tuple[str, asyncio.Future[UpdateReport]] | None = None  # of the one under way, by its digest
-        self.num_awaiting_turn = 0  # updates that wait for the turn of this model
+        self._released = ChangeSignal()  # notified when a procedure ends
+        self._update: FleetUpdate | None = None  # the last update that was started
+        # The running update's digest and result
+        self._answer: tuple[str, asyncio.Future[UpdateReport]] | None = None
+        self.num_awaiting_turn = 0  # updates that wait for the accelerators, which another model uses
         self._reports: deque[UpdateReport] = deque(maxlen=self.config.num_reports)
         self.adapters = AdapterSync(
             fleet,
@@ -135,12 +137,12 @@ class ReplicaSync:
 
     @property
     def ordered_pause(self) -> bool | None:
-        """True if serving replicas are ordered to be paused; None while an order is on its way to them."""
+        """True if serving replicas are ordered to pause; None while an order is being sent."""
         return None if self._gate.locked() else self._desired.orders.is_paused
 
     @property
     def progress(self) -> UpdateProgress | None:
-        """The progress of the update under way; None if there is none."""
+        """The progress of the running update; None if no update runs."""
         return None if self._update is None else self._update.progress
 
     @property
@@ -151,9 +153,10 @@ class ReplicaSync:
     def restore(
         self, weights: FleetWeights | None, orders: StandingOrders | None, reports: Sequence[UpdateReport] = ()
     ) -> None:
-        """Take up the state that an earlier coordinator has stored. Call before replicas join.
+        """Load the state that an earlier coordinator stored. Call before replicas join.
 
-        If it died within an update, no version is told until `resolve_interrupted_update` has ended that.
+        If that coordinator died during an update, the fleet has no version until `resolve_interrupted_update`
+        resolves it.
         """
         if orders is not None:
             self._desired = replace(self._desired, orders=orders)
@@ -166,7 +169,7 @@ class ReplicaSync:
             self._reports.append(weights.report)
         if weights.pending is not None:
             self._resolves_at = self._clock.now() + self.config.settle_s
-            self._ongoing = "finding out what replicas hold"
+            self._ongoing = "the recovery of an interrupted update"
             self._fleet.withhold_version()
         elif weights.served is not None:
             self._fleet.set_weight_version(weights.served.version, weights.served.update.digest)
@@ -175,11 +178,11 @@ class ReplicaSync:
                 "weights_without_digest",
                 field="weights.served.update.digest",
                 version=weights.served.version,
-                reason="the store was written without it: the first replica that joins decides the content",
+                reason="the stored state has no digest: the digest of the first replica that joins is used",
             )
 
     def keep_digest(self) -> None:
-        """Keep the digest of the served version with the desired state, if a replica's registration has told it."""
+        """Store the digest of the served version, once a replica's registration has reported it."""
         served, digest = self.served_source(), self._fleet.weight_digest
         if served is None or served.update.digest or not digest:
             return
@@ -188,10 +191,10 @@ class ReplicaSync:
         self._saved_weights.owe(self._desired.weights.without_secrets())
 
     async def resolve_interrupted_update(self) -> None:
-        """End an update that a coordinator's death has interrupted, once its outcome is known. Call repeatedly.
+        """Resolve an update that a coordinator's death interrupted, once its result is known. Call repeatedly.
 
-        If a replica holds the new version, the fleet serves it. If none has reported it after `settle_s`, the fleet
-        keeps its old version.
+        If a replica holds the new version, the fleet serves it. If none has reported it after `settle_s`, the
+        fleet keeps the old version.
         """
         weights = self._desired.weights
         if self._resolves_at is None or (pending := weights.pending) is None:
@@ -212,22 +215,22 @@ class ReplicaSync:
         self._on_change()
 
     async def save_owed(self) -> None:
-        """Save weights, orders and adapters whose first save has failed. Raises what the store raises."""
+        """Save the weights, orders and adapters that are pending. Re-raises the store's error."""
         for saved in (self._saved_weights, self._saved_orders, self.adapters.saved):
             await saved.save_owed()
 
     async def _record(self, weights: FleetWeights) -> None:
-        """Set and save the fleet's weights. If the store fails, the fleet serves them all the same."""
+        """Set and save the fleet's weights. The fleet serves them even if the store fails."""
         self._desired = replace(self._desired, weights=weights)
         self._saved_weights.owe(weights.without_secrets())
         await self._save(self._saved_weights, "weights_not_saved")
 
-    # --- the operator's orders ---
+    # Orders of the operator
 
     async def pause(self, mode: PauseMode, reason: str = "") -> None:
-        """Pause every replica until `resume`; replicas that join or update meanwhile end paused. Idempotent.
+        """Pause every replica until `resume`. Replicas that join or update during the pause also pause. Idempotent.
 
-        Raises EngineLost naming the replicas that did not follow; the pause holds for all others.
+        Raises EngineLost with the names of the replicas that failed; the pause is in force for all others.
         """
         with self._order(f"pause {mode}"):
             async with self._gate:
@@ -239,10 +242,10 @@ class ReplicaSync:
                 await self._order_all("pause", pause)
 
     async def resume(self) -> None:
-        """End a `pause`. Idempotent.
+        """End a pause. Idempotent.
 
-        Raises EngineLost naming the replicas that did not follow, or WeightsRefused if these refuse weights that
-        were committed in the pause.
+        Raises EngineLost with the names of the replicas that failed, or WeightsRefused if they refuse weights that
+        were committed during the pause.
         """
         with self._order("resume"):
             async with self._gate:
@@ -250,41 +253,46 @@ class ReplicaSync:
                 await self._order_all("resume", self._resume)
 
     async def sleep(self, level: int, reason: str = "") -> None:
-        """Freeze every replica and give its memory back; replicas that join later follow. Idempotent.
+        """Freeze every replica and release its memory. Replicas that join later also sleep. Idempotent.
 
-        Waits for a weight update to end, and for replicas that are being brought up. Raises InvalidRequest if a
-        replica cannot sleep, or StorageFull if the weights to discard are not saved, both before any step;
-        EngineLost naming the replicas that did not follow.
+        Waits for a running update and for replicas that are catching up. Raises InvalidRequest if a replica cannot
+        sleep, or StorageFull if the weights to discard are not saved, both before any step; EngineLost with the
+        names of the replicas that failed.
         """
         with self._order(f"sleep {level}"):
             if level not in (1, 2):
-                raise InvalidRequest(f"sleep levels are 1 and 2, not {level}", param="level")
+                raise InvalidRequest(f"unknown sleep level {level}: expected 1 or 2", param="level")
             await self.until_idle()
             with self._fleet_wide("a sleep"):
                 async with self._gate:
                     replicas = self._fleet.replicas
                     if unable := [one.replica_id for one in replicas if not one.registration.info.can_sleep]:
-                        raise InvalidRequest(f"cannot sleep: {', '.join(unable)}")
-                    if level == 2 and self._saved_weights.is_owed:  # then replicas are the only ones to know
-                        raise StorageFull("the last update's outcome is not saved: only its replicas hold it")
+                        raise InvalidRequest(f"these replicas cannot sleep: {', '.join(unable)}")
+                    # Then only the replicas have the weights, and level 2 discards them
+                    if level == 2 and self._saved_weights.is_owed:
+                        raise StorageFull(
+                            "the last update is not stored yet, so sleep level 2 would lose it: retry later"
+                        )
                     await self._ordered(self._desired.orders.put_to_sleep(level, reason, self._wall_time()))
                     await self._sleep_all()
                 if not self._claimed:
                     return
-                # A replica that is being brought up sleeps once it holds its weights. One that gets none needs a
-                # second order.
+                # A replica that is catching up falls asleep once it has its weights. One that gets no weights
+                # needs a second order.
                 await self._until_unclaimed()
                 async with self._gate:
                     await self._sleep_all()
                 if self._claimed:
-                    raise EngineLost(f"{', '.join(sorted(self._claimed))}: is still being brought up, then sleeps")
+                    raise EngineLost(
+                        f"{', '.join(sorted(self._claimed))}: still catching up, will sleep afterwards"
+                    )
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """Take memory back, and resume once all of it is awake. Idempotent. Waits for a weight update to end.
+        """Allocate memory again, and resume once all of it is awake. Idempotent. Waits for a running update.
 
-        After a sleep(2) the weights are staged and committed again. Replicas of unknown weights keep their KV cache
-        asleep until a commit. Raises Conflict if the weights have no source left, EngineLost naming the replicas
-        that did not follow (all others are awake), or an update's errors.
+        After a level-2 sleep the weights are staged and committed again. The KV cache of a replica without a known
+        weight version stays asleep until a commit. Raises Conflict if no source of the weights is left, EngineLost
+        with the names of the replicas that failed (all others are awake), or an update's errors.
         """
         with self._order(f"wake {', '.join(sorted(tags))}"):
             await self.until_idle()
@@ -296,20 +304,22 @@ class ReplicaSync:
                         await self._wake_all(tags)
                     return
                 if MemoryTag.WEIGHTS not in tags:
-                    raise Conflict("the weights were discarded: wake them before the KV cache")
+                    raise Conflict("the weights were discarded: wake 'weights' before or together with 'kv_cache'")
                 source = self.served_source()
                 if source is None or not source.update.is_repeatable:
-                    raise Conflict("the weights were discarded: push new ones, which wakes the fleet")
+                    raise Conflict(
+                        "the weights were discarded and their source is gone: push new weights to wake the fleet"
+                    )
                 await self._stage_and_switch(replicas, source, tags)
 
     async def drain(self, hosts: frozenset[str]) -> None:
-        """Give the replicas of these hosts no work, and of no others. Idempotent."""
+        """Stop new work on the replicas of `hosts`, and on no others. Idempotent."""
         async with self._gate:
             await self._ordered(replace(self._desired.orders, drained=hosts))
             self._fleet.drain(hosts)
 
     async def _ordered(self, orders: StandingOrders) -> None:
-        """Set and save the standing orders. If the store fails, the fleet obeys them all the same."""
+        """Set and save the orders. The fleet follows them even if the store fails."""
         self._desired = replace(self._desired, orders=orders)
         self._saved_orders.owe(orders)
         await self._save(self._saved_orders, "orders_not_saved")
@@ -328,7 +338,7 @@ class ReplicaSync:
             await order(one.replica)
 
         def failed(one: ReplicaProgress) -> None:
-            # A replica that a procedure took meanwhile gets the order at its end, when its weights are known.
+            # A replica that another procedure has locked by now gets the order at that procedure's end.
             now = self._fleet.get(one.replica.replica_id)
             is_taken = now is not None and now.state is ReplicaState.UPDATING
             if not is_taken or isinstance(one.failure, WeightUpdateFailed):
@@ -346,14 +356,13 @@ class ReplicaSync:
 
         async def sleep(one: ReplicaProgress) -> None:
             await self.steps.sleep(one.replica, self._desired.orders)
-            self._fleet.fall_asleep(one.replica)  # not those in quarantine
+            self._fleet.fall_asleep(one.replica)  # no effect on a quarantined replica
 
         with self.claim(replicas, "the sleep was cut short"):
             await on_all(progress, "sleep", sleep, on_failed=self._fell_behind)
             self._raise_failed(progress)
 
     async def _wake_all(self, tags: frozenset[MemoryTag]) -> None:
-        """Wake all replicas that sleep, and resume them once all memory is awake."""
         replicas = self._unclaimed(ReplicaState.ASLEEP)
         progress = [ReplicaProgress(one) for one in replicas]
 
@@ -373,28 +382,30 @@ class ReplicaSync:
             self._raise_failed(progress)
 
     def _fell_behind(self, one: ReplicaProgress) -> None:
-        """Make a replica that did not follow join anew; quarantine one that refuses its weights."""
+        """Move a replica that failed an order to JOINING, or to QUARANTINED if it refuses its weights."""
         left = self._fleet.refuse if isinstance(one.failure, WeightUpdateFailed) else self._fleet.rejoin
         left(one.replica, one.error or "")
 
     def _raise_failed(self, progress: Sequence[ReplicaProgress]) -> None:
-        """Raise WeightsRefused if all failures are refusals, else EngineLost, if any replica did not follow."""
+        """Raise EngineLost if a replica failed, or WeightsRefused if all failures are refusals."""
         if failed := [one for one in progress if one.error is not None]:
             is_refused = all(isinstance(one.failure, WeightsRefused) for one in failed)
             raise (WeightsRefused if is_refused else EngineLost)(failures(failed))
 
-    # --- updates ---
+    # Weight updates
 
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy, force: bool = False) -> UpdateReport:
-        """Bring all replicas to `update`, and wake them. The report names the replicas that failed.
+        """Update all replicas to `update`, and wake them. The report has the errors of failed replicas.
 
-        A repeated update (same version and source) joins the one under way. A repeat of the served version (same
-        version and content) gets its report; with other content it is a Conflict. With `force` the
-        version need not grow (all KV is then computed anew), and no replica refuses noise. Raises InvalidRequest
-        (a version that does not grow, a source that engines do not know), Conflict (another update, a sleep or a
-        wake is going on, or the version is served already), NoHealthyReplica, ServiceUnavailable (the update cannot
-        be recorded), CheckpointUnreadable (no replica can read it), WeightUpdateFailed (no replica took it) or
-        WeightsRefused (the model samples noise under it). After each of these the fleet serves its old version.
+        A repeated request (same version and source) joins the running update. If the version is already served
+        with the same content, its report is returned; other content raises Conflict. With `force` the version may
+        be equal or lower (all KV is then recomputed), and no replica refuses broken weights.
+
+        Raises InvalidRequest (the version does not increase, or engines do not support the source), Conflict
+        (another update, a sleep or a wake runs, or the version is served), NoHealthyReplica, ServiceUnavailable
+        (the update cannot be stored), CheckpointUnreadable (no replica can read it), WeightUpdateFailed (all
+        replicas failed) or WeightsRefused (its logits are not finite or all equal). After each of these errors the
+        fleet serves its old version.
         """
         if self._resolves_at is not None:
             await self._until_resolved()
@@ -412,7 +423,7 @@ class ReplicaSync:
             except BaseException as error:
                 if isinstance(error, Exception):
                     outcome.set_exception(error)
-                    outcome.exception()  # marks it as seen: there may be no repeated call
+                    outcome.exception()  # mark the exception as retrieved: no repeated request may be waiting
                 raise
             else:
                 outcome.set_result(report)
@@ -422,29 +433,32 @@ class ReplicaSync:
                 self._answer = None
 
     async def _until_its_turn(self) -> None:
-        """Wait while another model has the turn. Raises ServiceUnavailable after `turn_wait_s`."""
+        """Wait while another model uses the accelerators. Raises ServiceUnavailable after `turn_wait_s`."""
         give_up_at = deadline_after(self.config.turn_wait_s)
         self.num_awaiting_turn += 1
         try:
-            # An update wakes the fleet, and the other model may fill the memory of the accelerators.
+            # An update wakes the fleet, but the other model may fill the accelerators' memory.
             while (orders := self._desired.orders).asleep and orders.sleep_reason == TURN_REASON:
                 if not await self._released.wait_until(give_up_at):
-                    message = f"another model has had the turn for {self.config.turn_wait_s:g} s: push again later"
+                    message = (
+                        f"another model used the accelerators for {self.config.turn_wait_s:g} s: push again later"
+                    )
                     raise ServiceUnavailable(message)
         finally:
             self.num_awaiting_turn -= 1
 
     async def _repeated(self, update: WeightUpdate, digest: str, force: bool) -> UpdateReport | None:
-        """Return the report of the served update if `update` has its version and content, and a replica holds it.
+        """Return the served update's report if `update` has its version and content, and a replica holds it.
 
-        Raises Conflict for other content, unless it is forced: then it is an update of its own.
+        Raises Conflict for other content unless `force`, which makes it a new update.
         """
         weights = self._desired.weights
         served = weights.served
         if served is None or served.version != update.version or not self._is_held(self._fleet.weight_version):
             return None
         is_same = served.digest == digest
-        # A push with the same token is a retry of the call: its sender has ended. With `force` it replaces others.
+        # A push with the same token is a retry of the same call, whose sender has ended. `force` replaces other
+        # content.
         if (is_same and update.is_repeatable) or not (is_same or force):
             found = await self._digest_of(update) if served.update.digest else ""
             if are_comparable(found, served.update.digest):
@@ -457,14 +471,14 @@ class ReplicaSync:
                     )
         if not is_same:
             return None
-        # A coordinator that died after the first commit has left no report, or none of its replicas.
+        # If the coordinator died after the first commit, the report is missing or has no replicas.
         report = weights.report or UpdateReport(served.version, None, served.kv_policy, (), 0.0)
         return report if report.replicas else replace(report, replicas=self._outcomes(served.version))
 
     async def _digest_of(self, update: WeightUpdate) -> str:
-        """Return the digest of an update's weights as a replica reads or receives them; empty if none can.
+        """Return the digest of an update's weights as a replica receives them; empty if no replica can.
 
-        A folder's contents are read only if its files have changed. Pushed weights are staged, and never committed.
+        A folder is read only if its files have changed. Pushed weights are staged but never committed.
         """
         replicas = [one for one in self._fleet.placeable() if one.replica_id not in self._claimed]
         if update.receivers:
@@ -478,8 +492,8 @@ class ReplicaSync:
             return await self.steps.digest_of(replicas[0], pushed)
 
     def _outcomes(self, version: int) -> tuple[ReplicaUpdate, ...]:
-        """Report a resolved update for each present replica: its times are not known."""
-        told = {one: one.error or f"{one.state}: the version is still to come" for one in self._fleet.replicas}
+        """Report a recovered update for each replica; its times are unknown."""
+        told = {one: one.error or f"{one.state}: it does not hold the version yet" for one in self._fleet.replicas}
         told |= dict.fromkeys((one for one in told if one.weight_version == version), "")
         return tuple(ReplicaUpdate(one.replica_id, 0.0, 0.0, error or None) for one, error in told.items())
 
@@ -491,11 +505,12 @@ class ReplicaSync:
         began_at = self._wall_time()
         self._check_version(update.version, force)
         if previous_version is not None and update.version <= previous_version:
-            kv_policy = KVPolicy.RECOMPUTE  # KV of an equal or a newer number is of other weights
+            kv_policy = KVPolicy.RECOMPUTE  # KV with an equal or higher version number comes from other weights
         self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
         known = self._desired.weights.served
         if known is not None and known.version == update.version and update.is_repeatable and not force:
-            # No replica holds the version any more. Other content needs another version, or `force`.
+            # No replica holds the version now, so the content must match the earlier digest. Other content needs a
+            # new version or `force`.
             update = replace(update, digest=known.update.digest)
         source = UpdateSource.of(replace(update, is_forced=force), kv_policy)
         run = await self._stage_and_switch(self._takers(update.receivers), source, ALL_MEMORY)
@@ -517,26 +532,28 @@ class ReplicaSync:
         if served is None or force:
             return
         if version == served and self._is_held(served):
-            raise Conflict(f"version {served} is what the fleet serves", param="version")
+            raise Conflict(f"the fleet already serves version {served}: push a higher version", param="version")
         if version < served:
-            message = f"versions grow: {version} after {served}; with `force` the fleet goes back"
+            message = (
+                f"version {version} is lower than the served version {served}: push a higher one or use `force`"
+            )
             raise InvalidRequest(message, param="version")
 
     def _takers(self, receivers: tuple[str, ...]) -> list[ReplicaRecord]:
-        """Return the replicas of an update. Those that are not in a trainer's group are late ones after it."""
+        """Return the replicas of an update. Replicas outside the trainer's group catch up afterwards."""
         replicas = self._unclaimed(
             ReplicaState.READY, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.ASLEEP
         )
         if receivers:
             replicas = [one for one in replicas if one.replica_id in receivers or one.state is ReplicaState.ASLEEP]
         if not replicas:
-            raise NoHealthyReplica("no replica can take new weights now")
+            raise NoHealthyReplica("no healthy replica can receive weights now: retry later")
         return replicas
 
     async def _stage_and_switch(
         self, replicas: Sequence[ReplicaRecord], source: UpdateSource, tags: frozenset[MemoryTag]
     ) -> FleetUpdate:
-        """Take these replicas through all steps of an update, and wake the memory of `tags`."""
+        """Run all steps of an update on `replicas`, and wake the memory of `tags`."""
         run = self._update = FleetUpdate(self._fleet, self.steps, self._clock, replicas, source, tags)
 
         async def publish_version() -> None:
@@ -562,7 +579,7 @@ class ReplicaSync:
         return run
 
     async def _intend(self, source: UpdateSource) -> None:
-        """Store an update before any replica is touched. Raises ServiceUnavailable if the store fails."""
+        """Store the update as pending before any replica changes. Raises ServiceUnavailable if the store fails."""
         weights = self._desired.weights
         intended = replace(weights, pending=source)
         self._desired = replace(self._desired, weights=intended)
@@ -573,12 +590,12 @@ class ReplicaSync:
             self._desired = replace(self._desired, weights=weights)
             raise
 
-    # --- adapters by name ---
+    # Named adapters
 
     async def push_adapter(self, push: AdapterPush) -> UpdateReport:
-        """Serve a version of an adapter on all replicas, beside what they serve. Nothing pauses.
+        """Load a version of an adapter on all replicas. Nothing pauses.
 
-        Waits for a weight update to end. Raises as `AdapterSync.push`.
+        Waits for a running weight update. Raises as `AdapterSync.push`.
         """
         with self._order():
             await self.until_idle()
@@ -589,19 +606,19 @@ class ReplicaSync:
         return report
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no more. Raises as `AdapterSync.unload`."""
+        """Unload an adapter. Raises as `AdapterSync.unload`."""
         with self._order():
             await self.until_idle()
-            with self._fleet_wide("an adapter's end"):
+            with self._fleet_wide("an adapter's unload"):
                 await self.adapters.unload(name)
         self._log.info("adapter_unloaded", adapter=name)
 
-    # --- one replica to the desired state ---
+    # Catching up one replica
 
     async def apply(self, replica: ReplicaRecord) -> bool:
-        """Bring a replica to the standing orders: asleep, paused or serving. True if it takes traffic now.
+        """Apply the orders in force to a replica. Returns True if it takes traffic now.
 
-        A quarantined replica only gives its memory back or takes it back.
+        On a quarantined replica only the sleep and wake orders have an effect.
         """
         async with self._gate:
             if self._desired.orders.asleep:
@@ -612,7 +629,10 @@ class ReplicaSync:
             return await self._resume_or_pause(replica)
 
     async def _resume_or_pause(self, replica: ReplicaRecord) -> bool:
-        """Resume or pause a replica as ordered, and admit it; one without the fleet's weights stays frozen."""
+        """Resume or pause a replica as ordered, and admit it.
+
+        A replica without the fleet's weights stays frozen.
+        """
         mode = self._desired.orders.pause
         now = self._fleet.get(replica.replica_id)
         if now is not None and now.state is ReplicaState.UPDATING and self._fleet.is_current(now):
@@ -622,12 +642,13 @@ class ReplicaSync:
                 self._fleet.refuse(replica, error.message)
                 raise
             await self.adapters.bring(replica)
-        return self._fleet.admit(replica)  # at once: an adapter that is pushed from here on finds it in service
+        # No await since `bring`: adapters that are pushed from here on find the replica in service
+        return self._fleet.admit(replica)
 
     async def _resume(self, replica: ReplicaRecord) -> None:
-        """Resume a replica, and keep traffic from it until it has answered.
+        """Resume a replica, and keep it out of traffic until the resume has succeeded.
 
-        It may take its look only now, at weights that were committed in a pause, and refuse them.
+        The canary check of weights that were committed in a pause runs here, and may refuse them.
         """
         self._fleet.hold(replica, True)
         try:
@@ -635,25 +656,27 @@ class ReplicaSync:
         finally:
             self._fleet.hold(replica, False)
 
-    # --- shared by all procedures ---
+    # Shared by all procedures
 
     @contextmanager
     def _order(self, name: str | None = None) -> Iterator[None]:
-        """Call `on_change` after the block, and log an order with a name. Raises StorageFull if it is not saved."""
+        """Call `on_change` after the block, and log a named order. Raises StorageFull if it was not saved."""
         try:
             yield
         finally:
-            self._on_change()  # also after a failure: those that did not follow are behind now
+            self._on_change()  # also after a failure, so that failed replicas start to catch up
         if name is not None:
             self._log.info("fleet_ordered", order=name)
             if self._saved_orders.has_failed:
-                raise StorageFull(f"{name}: done, not saved: a restart of the coordinator forgets it; repeat it")
+                raise StorageFull(
+                    f"{name}: done but not stored, so a coordinator restart would lose it: repeat the order"
+                )
 
     @contextmanager
     def _fleet_wide(self, name: str) -> Iterator[None]:
-        """Run one fleet-wide procedure. Raises Conflict, naming the other, while another one runs."""
+        """Run the block as the one fleet-wide procedure. Raises Conflict with the name of another running one."""
         if self._ongoing is not None:
-            raise Conflict(f"{self._ongoing} is going on")
+            raise Conflict(f"{self._ongoing} is in progress: retry after it")
         self._ongoing = name
         try:
             yield
@@ -665,27 +688,27 @@ class ReplicaSync:
         self._released.notify()
 
     async def until_idle(self) -> None:
-        """Wait until no fleet-wide procedure runs; bounded, because all its steps have deadlines."""
+        """Wait until no fleet-wide procedure runs. Bounded, because all its steps have deadlines."""
         while self._ongoing is not None:
             await self._released.wait_until(deadline_after(self.config.update_timeout_s))
 
     async def _until_resolved(self) -> None:
-        """Wait until an interrupted update is resolved, and late replicas have had time to serve its version."""
+        """Wait until an interrupted update is resolved and late replicas have had time to catch up."""
         await self.until_idle()
         await self._until_unclaimed()
 
     async def _until_unclaimed(self) -> None:
-        """Wait until no procedure holds a replica, but no longer than `straggler_grace_s`."""
+        """Wait until no procedure has locked a replica, for at most `straggler_grace_s`."""
         give_up_at = deadline_after(self.config.straggler_grace_s)
         while self._claimed and await self._released.wait_until(give_up_at):
             pass
 
     @contextmanager
     def claim(self, replicas: Sequence[ReplicaRecord], error: str) -> Iterator[None]:
-        """Claim replicas for one procedure; at its end none is UPDATING. Raises Conflict if one is claimed."""
+        """Lock replicas for one procedure. At its end none is UPDATING. Raises Conflict if one is locked."""
         replica_ids = {replica.replica_id for replica in replicas}
         if taken := replica_ids & self._claimed:
-            raise Conflict(f"replica {', '.join(sorted(taken))} is being brought up already")
+            raise Conflict(f"replica {', '.join(sorted(taken))} is locked by another procedure: retry later")
         self._claimed |= replica_ids
         try:
             yield
@@ -696,10 +719,11 @@ class ReplicaSync:
             self._released.notify()
 
     def _release_claimed(self, replica: ReplicaRecord, error: str) -> None:
-        """Take a replica out of UPDATING: back to its old state if its weights are the same, else to quarantine."""
+        """Move a replica out of UPDATING: to its old state if its weights are unchanged, otherwise to
+        QUARANTINED."""
         now = self._fleet.get(replica.replica_id)
         if now is not None and now.incarnation != replica.incarnation and now.url == replica.url:
-            self._fleet.forget_version(now)  # it left and came back: its report may be older than our commit
+            self._fleet.forget_version(now)  # it left and registered again; its report may be older than our commit
         if now is None or now.state is not ReplicaState.UPDATING:
             return
         is_untouched = now.weight_version == replica.weight_version and now.weight_version is not None
@@ -712,6 +736,6 @@ class ReplicaSync:
         return [one for one in self._fleet.replicas if one.state in states and one.replica_id not in self._claimed]
 
     def served_source(self) -> UpdateSource | None:
-        """Return the update whose weights the fleet serves; None if it is not known."""
+        """Return the update whose weights the fleet serves; None if it is unknown."""
         source = self._desired.weights.served
         return source if source is not None and source.version == self._fleet.weight_version else None

@@ -1,11 +1,9 @@
-"""The follower of a store of published versions: when its pointer moves, the fleet is updated.
+"""Follows a store of published versions, and updates the fleet when the store's pointer moves.
 
-It polls the pointer, and looks at once when it is woken: a notification that is lost only delays. After an update
-that fails it looks ever later, up to a minute; the fleet serves on. A sleeping fleet is left asleep: its memory is
-another process's. The version that the fleet was at is saved: one that an operator brings back to an older version
-stays there until the next one is published, whatever restarts.
-
-Ownership: one task of the coordinator; it decides on the fleet through `update` alone. `status` is what it says.
+The follower polls the pointer; `wake` polls at once, so a lost notification only delays an update. The followed
+version is saved: if an operator rolls the fleet back, the older version stays until the next one is published,
+even after a restart. One task of the coordinator runs it. It changes the fleet only through `update`, and reports
+through `status`.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from agentloop.engine.interface import PublishedSource, WeightUpdate
 from agentloop.errors import AgentLoopError, InvariantBroken, PointerWentBack, StoreUnreachable
 
 MAX_BACKOFF_S = 60.0
-POINTER_TIMEOUT_S = 60.0  # of the pointer: libraries of stores try again by themselves
+POINTER_TIMEOUT_S = 60.0  # store clients retry within this time
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedStore:
-    """A run's versions in a store."""
+    """The published versions of one run in a store."""
 
     source: PublishedSource
     read_latest: Callable[[], Awaitable[int]]
@@ -46,9 +44,9 @@ class StoreFollower:
         save: Callable[[WeightUpdate], Awaitable[None]],
         log: FilteringBoundLogger,
     ) -> None:
-        """`served`: the fleet's version. `update` brings it to another one, or raises an AgentLoopError.
+        """`served` returns the fleet's version. `update` updates the fleet, or raises an AgentLoopError.
 
-        `save` keeps what was followed for `restore`.
+        `save` stores the followed update for `restore`.
         """
         self._store = store
         self._served = served
@@ -57,28 +55,28 @@ class StoreFollower:
         self._save = save
         self._log = log
         self._woken = asyncio.Event()
-        self._done: int | None = None  # the last version of the store that the fleet was at
-        self._failures = (-1, 0)  # a version, and how often its update has failed
+        self._done: int | None = None  # the last published version that the fleet reached
+        self._failures = (-1, 0)  # a version and the number of its failed updates
         self.status = StoreStatus()
 
     def restore(self, followed: WeightUpdate | None) -> None:
-        """Take up what an earlier follower saved, if it followed the same run."""
+        """Restore the followed version that an earlier follower saved, if it followed the same run."""
         if followed is not None and followed.published == self._store.source:
             self._done = followed.version
 
     def wake(self) -> None:
-        """Look at the pointer now."""
+        """Poll the pointer now."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Follow for ever."""
+        """Poll forever."""
         while True:
             self._woken.clear()
             wait_s = await self.look()
             await is_set_by(self._woken, deadline_after(wait_s))
 
     async def look(self) -> float:
-        """Read the pointer once and follow it. Returns the seconds until the next look."""
+        """Poll the pointer once and update the fleet if it moved. Returns the seconds until the next poll."""
         before = self.status
         try:
             latest = await self._read()
@@ -96,13 +94,15 @@ class StoreFollower:
             async with asyncio.timeout(POINTER_TIMEOUT_S):
                 return await self._store.read_latest()
         except TimeoutError as error:
-            raise StoreUnreachable(f"no answer from the store within {POINTER_TIMEOUT_S:g} s") from error
+            raise StoreUnreachable(f"the store did not answer within {POINTER_TIMEOUT_S:g} s") from error
 
     async def _follow(self, latest: int, before: StoreStatus) -> StoreStatus:
         served, update = self._served(), WeightUpdate(latest, published=self._store.source)
         newest = max(self._done or 0, served or 0)
         if latest < newest:
-            raise PointerWentBack(f"the latest version is {latest}, after {newest}: a pointer moves forward only")
+            raise PointerWentBack(
+                f"the store's pointer went back from version {newest} to {latest}: publish a newer version"
+            )
         if latest not in (served, self._done):
             if self._is_asleep():
                 return StoreStatus(latest, "asleep")
@@ -120,6 +120,6 @@ class StoreFollower:
         return StoreStatus(latest)
 
     def _backoff_s(self) -> float:
-        """Return the pause after a failed update; a woken look comes before its end."""
+        """Return the minimum pause after a failed update; `wake` ends it early."""
         _, num = self._failures
         return min(self._store.poll_s * 2 ** (num - 1), MAX_BACKOFF_S) if num else 0.0

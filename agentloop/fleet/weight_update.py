@@ -1,27 +1,19 @@
-"""One weight update: new weights on a set of replicas, in one order, with no token of unknown weights.
+"""A weight update of a set of replicas. No token is sampled from unknown weights.
 
     the update     IDLE ─► STAGING ─► SWITCHING ─► IDLE       every state ─► IDLE on failure
 
-    each replica   stage ─► drain ─► pause ─► commit ─► wake ─► resume, with the look at the new weights
-                   decodes           frozen             in a    └ the first replica's makes the version the fleet's
-                                                        sleeping fleet
-    if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds; refused: quarantine
+    each replica   stage ─► drain ─► pause ─► commit ─► wake ─► resume, with the canary check
+                   decodes           frozen             (only in a sleeping fleet)
+    on failure     quarantine joins  quarantine     joins again with the weights it holds; refused: quarantine
 
-In a fleet that neither sleeps nor is paused the commit and the resume are one call. If that fails: quarantine.
+Rolling swap: replicas stage the weights while they decode, then one canary replica swaps first. The fleet's
+version changes once it has resumed; then the other replicas swap independently of each other. Blocking update:
+without staging memory (`HeldIn.NOWHERE`) the bytes are transferred in the commit, so all replicas take each step
+together.
 
-In two phases the bytes arrive while decoding goes on, and a commit only swaps: then each replica switches by
-itself, and one that hangs freezes no other. One replica switches first: the others serve the old version until its
-look has ended, and keep it if the weights are refused. From then on a replica takes new traffic only once it holds
-the new version; one that has not switched yet ends its requests under the old one. Where memory does not allow
-staging (HeldIn.NOWHERE) the bytes arrive in the commit, at all receivers at once: then all switch together. Each
-step waits for all replicas, for stragglers seconds only, and each replica takes its own look. A sleeping fleet is
-woken by an update: its weights' memory before the stage, the KV cache's after the commit. A paused fleet takes its
-looks once it is resumed. The drain is for requests that do not accept the new version: it takes seconds at most,
-delays that replica alone, and no pause is longer for it.
-
-Ownership: a `FleetUpdate` belongs to the `ReplicaSync` that made it, which calls its steps and writes the desired
-state in between. The steps decide on the `Fleet` without awaits in between, and every call to an engine has a
-deadline, which counts for that replica only. Invariant: no replica is resumed on unknown weights.
+`ReplicaSync` owns each `FleetUpdate`, calls its steps and writes the desired state between them. `Fleet` is read
+and changed without awaits. Each engine call has its own deadline. Invariant: no replica resumes with unknown
+weights.
 """
 
 from __future__ import annotations
@@ -53,28 +45,27 @@ from agentloop.fleet.replica_steps import (
     within,
 )
 
-READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
+# Stragglers get this multiple of the others' time, because each disk and page cache has its own speed
+READ_SLOWNESS = 2.0
 _READ_SHARE = 0.5
 _PROMPT_S = 0.2
-_WAIT = "wait"  # for requests of older versions, and the replica that switches first
+_WAIT = "wait"  # for requests pinned to older versions, or for the canary replica
 
 Step = Callable[[ReplicaProgress], Awaitable[None]]
 
 
 class UpdateState(StrEnum):
-    """The states of an update."""
-
     IDLE = "idle"
     STAGING = "staging"
     SWITCHING = "switching"
 
 
 class FleetUpdate:
-    """One update of these replicas to `source`, which also wakes the memory of `tags`.
+    """An update of `replicas` to `source`, which also wakes the memory of `tags`.
 
     Call `wake_weights`, `stage` and `switch` in this order, and `mark_over` in every case. `stage` and `switch`
-    raise WeightUpdateFailed if all replicas have failed; `stage` raises CheckpointUnreadable or InvalidRequest if
-    all have failed with that.
+    raise WeightUpdateFailed if all replicas fail; `stage` raises CheckpointUnreadable or InvalidRequest instead if
+    all failures have this type.
     """
 
     def __init__(
@@ -94,17 +85,17 @@ class FleetUpdate:
         self._began_at = clock.now()
         self.source = source
         self._tags = tags
-        self._orders = StandingOrders()  # as they are during the switch
+        self._orders = StandingOrders()  # the orders in force during the swap
         self._publish_once: Callable[[], asyncio.Task[None]]
-        self._in_turn: list[ReplicaProgress] = []  # those that may still switch first
+        self._in_turn: list[ReplicaProgress] = []  # candidates for the canary replica
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._state = UpdateState.STAGING
-        self._turn = asyncio.Lock()  # to switch first
-        self._has_first_switched = False  # a replica has resumed under the version
+        self._turn = asyncio.Lock()  # held by the canary replica
+        self._has_first_switched = False  # a canary replica has resumed with the version
         self._is_refused = False
 
     async def wake_weights(self, asleep: frozenset[MemoryTag]) -> None:
-        """Wake the memory to stage into, in a fleet whose memory `asleep` is given back."""
+        """Wake the memory that the stage needs. `asleep` is the memory that the fleet has released."""
 
         async def wake(one: ReplicaProgress) -> None:
             await self._steps.wake(one.replica, WEIGHTS)
@@ -113,14 +104,15 @@ class FleetUpdate:
         await on_all([one for one in self.replicas if _may_sleep(one, asleep)], "wake", wake, limits)
 
     async def stage(self) -> None:
-        """Receive and check the weights on all replicas, while decoding goes on.
+        """Receive and verify the weights on all replicas while they decode.
 
-        A replica that fails is quarantined. If all fail and this raises, only those at fault are: lost or silent
-        ones, for which the next update then does not wait. Raises CheckpointUnreadable, and nothing has changed, if
-        replicas have received different weights.
+        A failed replica is quarantined. If all fail, only lost or silent replicas are quarantined, so that the
+        next update does not wait for them. Raises CheckpointUnreadable if the replicas received different weights;
+        nothing has changed then.
         """
         started_at, config = self._clock.now(), self._config
-        is_push = not self.source.update.is_repeatable  # all receive it at once
+        # The sender transfers to all replicas at once, so they finish together
+        is_push = not self.source.update.is_repeatable
         updates = addressed(self.source.update, [one.replica for one in self.replicas])
 
         async def stage(one: ReplicaProgress) -> None:
@@ -140,27 +132,32 @@ class FleetUpdate:
         for kind in (type(failed[0].failure), CheckpointUnreadable, InvalidRequest):
             if issubclass(kind, InvalidRequest) and all(isinstance(one.failure, kind) for one in failed):
                 raise kind(failures(failed), param="push" if is_push else "directory")
-        raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
+        raise WeightUpdateFailed(
+            f"no replica could stage the weights, and the served weights are unchanged: {failures(failed)}"
+        )
 
     def _agree(self) -> None:
-        """Take the digest that all replicas have staged. Raises CheckpointUnreadable if they differ."""
+        """Record the digest of the staged weights.
+
+        Raises CheckpointUnreadable if replicas have different digests.
+        """
         staged = {one.replica.replica_id: one.staged.digest for one in unfailed(self.replicas) if one.staged}
         if len(digests := set(staged.values()) - {""}) > 1:
             found = ", ".join(f"{replica_id}: {digest or 'unknown'}" for replica_id, digest in staged.items())
             raise CheckpointUnreadable(
-                f"replicas have staged different weights as version {self.source.version} ({found}): a folder has "
-                "changed meanwhile, or hosts have different copies of it; push one that all hosts read alike",
+                f"replicas read different weights for version {self.source.version} ({found}): the folder changed "
+                "during the update, or hosts have different copies; use the same files on every host",
                 param="directory",
             )
         if digests:
             self.source = replace(self.source, update=replace(self.source.update, digest=digests.pop()))
 
     async def switch(self, orders: StandingOrders, publish: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Switch all replicas that have staged: one first, then each by itself; or all together.
+        """Swap the weights on all replicas that have staged them: a rolling swap, or a blocking update.
 
-        `publish` is awaited once, as soon as the first replica holds the version; no replica takes traffic before
-        that. Raises WeightsRefused or WeightUpdateFailed if no replica serves the version: replicas with their old
-        weights then only have to be resumed.
+        `publish` is awaited once, as soon as the first replica holds the version; no replica takes traffic before.
+        Raises WeightsRefused or WeightUpdateFailed if no replica serves the version; replicas with their old
+        weights then only need a resume.
         """
         self._state, self._orders = UpdateState.SWITCHING, orders
         async with asyncio.TaskGroup() as group:
@@ -175,13 +172,14 @@ class FleetUpdate:
             for one in unfailed(self.replicas):
                 draining = self._steps.drain_pinned(one.replica, self.source.version)
                 self._drains[one.replica.replica_id] = group.create_task(draining, name="drain")
-            await asyncio.wait(self._drains.values(), timeout=_PROMPT_S)  # most have nothing to wait for
+            await asyncio.wait(self._drains.values(), timeout=_PROMPT_S)  # most replicas have no pinned requests
             if any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.replicas):
-                # Each step waits for all replicas.
+                # A blocking update: the transfer needs all replicas in the same step.
                 for step in (self._drain, self._begin_update, self._pause, self._commit, self._resume_and_admit):
                     await self._on_all(unfailed(self.replicas), step)
             else:
-                # First the replicas in service, by the time of their stages.
+                # The canary is a replica in service, so that a joining one does not delay the others; the fastest
+                # stage goes first.
                 self._in_turn = sorted(
                     unfailed(self.replicas),
                     key=lambda one: (one.replica.state is not ReplicaState.READY, one.stage_s),
@@ -192,7 +190,8 @@ class FleetUpdate:
                 one for one in self.replicas if one.committed and not isinstance(one.failure, WeightUpdateFailed)
             ]
             if held and not is_refused:
-                await publish_once()  # also if no replica has resumed
+                # The weights are committed, so they are the fleet's even if no replica has resumed
+                await publish_once()
         if not publishing:
             raise (WeightsRefused if is_refused else WeightUpdateFailed)(failures(self.replicas))
 
@@ -201,7 +200,7 @@ class FleetUpdate:
 
     @property
     def progress(self) -> UpdateProgress | None:
-        """The progress of the update; None once it is over."""
+        """The progress of the update; None after its end."""
         if self._state is UpdateState.IDLE:
             return None
         awaited = _awaited_replicas([one.replica for one in self.replicas])
@@ -212,15 +211,19 @@ class FleetUpdate:
         return UpdateProgress(self.source.version, self._state, num_receivers, failed, names, age_s)
 
     async def _switch_in_turn(self, one: ReplicaProgress) -> None:
-        """Switch one replica: as the first, or after the first has resumed. If the first fails, or takes a
-        straggler's time, the next one becomes the first; a refusal ends the update."""
+        """Swap one replica, as the canary or after the canary has resumed.
+
+        If the canary fails or exceeds a straggler's time, the next replica becomes the canary. If it refuses the
+        weights, all others keep the old version.
+        """
         await self._drain(one)
         async with self._turn:
             self._in_turn.remove(one)
             is_first = not self._has_first_switched
             if self._is_refused:
-                raise WeightsRefused("another replica was asked first, and refused them")
+                raise WeightsRefused("the canary replica refused the weights")
             if is_first:
+                # The other replicas wait for the canary; with no other candidate it has the full time.
                 patience_s = self._config.straggler_grace_s + READ_SLOWNESS * one.stage_s
                 limit_s = patience_s if self._in_turn else self._config.switch_timeout_s
                 try:
@@ -236,6 +239,7 @@ class FleetUpdate:
     async def _switch_one(self, one: ReplicaProgress) -> None:
         await self._begin_update(one)
         await self._pause(one)
+        # Without a sleep or a pause, commit and resume are one call, which saves a round trip of the stall.
         if _may_sleep(one, self._orders.asleep) or self._orders.is_paused:
             await self._commit(one)
             await self._wake_and_resume(one)
@@ -249,7 +253,7 @@ class FleetUpdate:
     async def _begin_update(self, one: ReplicaProgress) -> None:
         one.verb = "switch"
         if self._fleet.begin_update(one.replica) is None:
-            raise EngineLost("it left the fleet during the update")
+            raise EngineLost("the replica left the fleet during the update")
 
     async def _pause(self, one: ReplicaProgress) -> None:
         one.verb, one.paused_at = "pause", self._clock.now()
@@ -275,6 +279,8 @@ class FleetUpdate:
         one.end_stall(self._clock.now() - canary_s)
 
     async def _admit(self, one: ReplicaProgress) -> None:
+        # The version is stored and set before the first token under it is sampled for a caller. Other replicas use
+        # the same task, so one cancelled replica must not cancel it.
         await asyncio.shield(self._publish_once())
         if self._stays_asleep:
             self._fleet.fall_asleep(one.replica)
@@ -297,27 +303,30 @@ class FleetUpdate:
 
     def _failed(self, one: ReplicaProgress) -> None:
         one.end_stall(self._clock.now())
-        if one.verb == _WAIT:  # it serves on
+        if one.verb == _WAIT:  # the drain failed or timed out; the replica serves the old version as before
             return
         if isinstance(one.failure, WeightUpdateFailed):
             self._fleet.refuse(one.replica, one.error or "")
         elif one.verb == "commit":
             self._fleet.quarantine(one.replica, one.error or "")
-        else:  # its weights are known: it only has to be resumed
+        else:  # The version of its weights is known, so it only needs a resume.
             self._fleet.rejoin(one.replica, one.error or "")
 
 
 def _awaited_replicas(replicas: Sequence[ReplicaRecord]) -> set[str]:
-    """Return the ids of the replicas that the sender of a push waits for.
+    """Return the ids of the replicas that a push's sender waits for.
 
-    These are all but the quarantined ones, which may hang; if all are quarantined, all.
+    A quarantined replica may hang, so the sender does not wait for it, unless all are quarantined.
     """
     sound = {one.replica_id for one in replicas if one.state is not ReplicaState.QUARANTINED}
     return sound or {one.replica_id for one in replicas}
 
 
 def addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
-    """Make the update that each replica stages: a push gets the number of workers that its sender waits for."""
+    """Return the update that each replica stages.
+
+    For a push it has the number of workers that the sender waits for.
+    """
     push = update.push
     if push is None:
         return {one.replica_id: update for one in replicas}
@@ -332,7 +341,7 @@ def addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[s
 
 
 def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
-    """Return the replicas at fault, where all have failed: the lost ones, and silent ones if others answered."""
+    """Return the replicas at fault after all have failed: lost ones, and silent ones if others answered."""
     lost = [one for one in failed if isinstance(one.failure, EngineLost | ConnectionError)]
     silent = [one for one in failed if isinstance(one.failure, TimeoutError)]
     for own in (lost, [*lost, *silent]):
@@ -342,5 +351,5 @@ def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
 
 
 def _may_sleep(one: ReplicaProgress, asleep: frozenset[MemoryTag]) -> bool:
-    """Tell if a replica may be asleep: the fleet sleeps, or the replica is not in service."""
+    """Return True if the replica may be asleep: the fleet sleeps, or the replica is not in service."""
     return bool(asleep) or one.replica.state is not ReplicaState.READY

@@ -1,14 +1,12 @@
-"""Leases that calls run under, and the process's reports of them.
+"""The leases that calls use, and the process's reports to the coordinator that renew them.
 
-Ownership: a `LeaseHolder` is the lease of one trajectory or session as its process has it: held, ordered elsewhere,
-failed, or given back. A trajectory's lease comes with its assignment, and the coordinator takes it back with its
-record; a session's is asked for at its first call, and given back at its end. The process's `LeaseReporter` sends
-the news of all holders at most every `coalesce_s` and at least every `heartbeat_s`, which renews the leases, and
-gives the orders that come back to the holders. A turn waits for no report, and no failed report reaches it.
+A `LeaseHolder` is the lease of one trajectory or session in its process. A trajectory's lease comes with its
+assignment and ends with its record; a session's lease is requested at its first call and released at its end. The
+process's `LeaseReporter` sends the news of all holders every `coalesce_s` to `heartbeat_s` seconds, and passes the
+coordinator's orders to the holders. No turn waits for a report.
 
-Invariants: one report is on its way at a time, and the same one is sent until it is answered; a holder begins a
-turn under no lease but the one it was last granted or ordered to. News that wait are bounded: beyond `max_news`
-they are dropped, and the next report names all leases.
+Invariants: one report is in flight at a time, and it is repeated until it is acknowledged; a holder starts a turn
+only with the lease that it was granted or ordered to use last.
 """
 
 from __future__ import annotations
@@ -53,17 +51,17 @@ _log = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig:
-    """Times and bounds of a process's reports. All finite."""
+    """Intervals and limits of a process's reports. All are finite."""
 
-    coalesce_s: float = 0.5  # between two reports at least
-    heartbeat_s: float = 1.0  # and at most, while a lease is held; well below the coordinator's `lease_ttl_s`
-    timeout_s: float = 10.0  # of one report
-    close_timeout_s: float = 5.0  # of the last one
-    max_news: int = 20_000  # that wait for their report
+    coalesce_s: float = 0.5  # minimum interval of reports
+    heartbeat_s: float = 1.0  # maximum interval while a lease is held; well below the coordinator's `lease_ttl_s`
+    timeout_s: float = 10.0  # timeout of a report
+    close_timeout_s: float = 5.0  # timeout of the last reports
+    max_news: int = 20_000  # pending news, beyond which they are dropped for a full report
 
 
 class LeaseReporter:
-    """The reporter of a process's leases. It runs while there is a lease or news; `stop` or `close` it."""
+    """Reports a process's leases while there are leases or news. Call `stop` or `close` at the end."""
 
     def __init__(
         self,
@@ -71,21 +69,23 @@ class LeaseReporter:
         report: Callable[[LeaseReport], Awaitable[LeaseOrders]] | None,
         config: ReportConfig = ReportConfig(),
     ) -> None:
-        """`report` is the coordinator's `report_leases`; None: another process sees the same turns, and reports.
-        `process_id` is never used by another process."""
+        """`report` is the coordinator's `report_leases`; None if another process reports the same turns.
+
+        `process_id` is never reused by another process.
+        """
         self.process_id = process_id
         self.changes = OwnedTasks(
             "lease"
-        )  # of holders; they outlive their callers: no lease is granted and forgotten
+        )  # Tasks that change a holder's lease. They outlive their callers, so that no granted lease is lost.
         self._report = report
         self._config = config
-        self._holders: dict[str, LeaseHolder] = {}  # by lease id
+        self._holders: dict[str, LeaseHolder] = {}  # lease id -> holder
         self._taken: dict[str, None] = {}
-        self._turns: list[TurnBegun | TurnEnded] = []  # in their order
-        self._released: dict[str, Lease] = {}  # by holder id
+        self._turns: list[TurnBegun | TurnEnded] = []  # in order
+        self._released: dict[str, Lease] = {}  # holder id -> lease
         self._needs_full_report = True
         self._unanswered: LeaseReport | None = None
-        self._releasing: dict[str, Lease] = {}  # as `_released`, within the unanswered report
+        self._releasing: dict[str, Lease] = {}  # the leases that the unacknowledged report releases, by holder id
         self._sequence = 0
         self._reported_at = 0.0
         self._answered = ChangeSignal()
@@ -94,13 +94,13 @@ class LeaseReporter:
         self._is_closed = False
 
     async def stop(self) -> None:
-        """Report no more; the coordinator finds that out, and takes the leases back. Idempotent."""
+        """Stop reporting. The coordinator ends the leases after their timeout. Idempotent."""
         self._is_closed = True
         await self.changes.close(cancels=True)
         await self._tasks.close(cancels=True)
 
     async def close(self) -> None:
-        """Send a last report, if the coordinator takes it in time, and report no more. Idempotent."""
+        """Send the last reports within a timeout, then stop. Idempotent."""
         await self.stop()
         try:
             async with asyncio.timeout(self._config.close_timeout_s):
@@ -110,41 +110,42 @@ class LeaseReporter:
         except TimeoutError:
             _log.warning("leases_not_released", num_leases=len(self._releasing) + len(self._released))
 
-    # --- for holders ---
+    # Called by holders
 
     def hold(self, holder: LeaseHolder, lease: Lease) -> None:
-        """Note that a holder was granted a lease."""
+        """Record that a holder was granted a lease."""
         self._holders[lease.lease_id] = holder
         self._taken[lease.lease_id] = None
         self._note()
 
     def forget(self, lease: Lease) -> None:
-        """Take out a lease that the coordinator knows to be held no more."""
+        """Remove a lease that the coordinator knows to have ended."""
         self._holders.pop(lease.lease_id, None)
         self._taken.pop(lease.lease_id, None)
 
     def release(self, holder_id: str, lease: Lease) -> None:
-        """Report that a lease is given back."""
+        """Report that a lease is released."""
         self.forget(lease)
         self._released[holder_id] = lease
         self._note()
 
     def take_back(self, holder_id: str) -> Lease | None:
-        """Return a lease that was given back and not reported yet: its holder may hold it again."""
+        """Return a released lease that was not reported yet, so that its holder may use it again."""
         return self._released.pop(holder_id, None)
 
     async def acked(self, holder_id: str) -> None:
-        """Wait until the coordinator knows that a holder gave its lease back. The caller has a deadline."""
+        """Wait until the coordinator has acknowledged the release of a holder's lease.
+
+        The caller sets a deadline.
+        """
         while holder_id in self._releasing or holder_id in self._released:
             self._note()
             await self._answered.wait_until(deadline_after(self._config.timeout_s))
 
     def add(self, news: TurnBegun | TurnEnded) -> None:
-        """Add news of a turn to the next report."""
+        """Add a turn's news to the next report."""
         self._turns.append(news)
         self._note()
-
-    # --- inside ---
 
     @property
     def _has_news(self) -> bool:
@@ -156,16 +157,17 @@ class LeaseReporter:
             self._taken.clear()
             self._released.clear()
             return
+        # Pending news are bounded. A report of all leases replaces the dropped ones.
         if len(self._turns) + len(self._released) > self._config.max_news:
             self._turns.clear()
             self._released.clear()
             self._needs_full_report = True
         if (self._running is None or self._running.done()) and not self._is_closed:
-            # Not in the context of the turn that it serves first: its logs would name that.
+            # A new context: otherwise the logs of this task would name the turn that started it.
             self._running = contextvars.Context().run(self._tasks.start, self._run())
 
     async def _run(self) -> None:
-        """Report while there is something to report, or a lease to renew."""
+        """Send reports while there are news or leases to renew."""
         while self._has_news or self._holders:
             await asyncio.sleep(self._config.coalesce_s)
             silent_s = asyncio.get_running_loop().time() - self._reported_at
@@ -173,7 +175,7 @@ class LeaseReporter:
                 await self._send()
 
     async def _send(self) -> bool:
-        """Send the report that is due, and obey the answer. False: there was none."""
+        """Send the pending report and apply its orders. Returns False if it was not acknowledged."""
         assert self._report is not None, "nothing takes reports"
         report = self._unanswered = self._unanswered or self._next_report()
         try:
@@ -182,7 +184,7 @@ class LeaseReporter:
         except (AgentLoopError, TimeoutError) as error:
             _log.debug("leases_not_reported", error=repr(error))
             if isinstance(error, AgentLoopError) and not error.retryable:
-                self._forget_report(needs_full_report=True)  # sent again, it would be refused again
+                self._forget_report(needs_full_report=True)  # a repeat would be refused again
             return False
         self._reported_at = asyncio.get_running_loop().time()
         self._forget_report(needs_full_report=orders.send_all)
@@ -214,15 +216,14 @@ class LeaseReporter:
 
 @dataclass(frozen=True, slots=True)
 class LeaseConfig:
-    """Bounds of a session's leases and calls."""
+    """Limits of a session's leases and calls."""
 
-    max_attempts: int = 4  # of one call that fails in a row
+    max_attempts: int = 4  # consecutive failures of one call
     coordinator_timeout_s: float = 30.0
 
 
 class LeaseHolder:
-    """The lease of one trajectory or session. Calls may share it: an order of the coordinator counts once none
-    runs."""
+    """The lease of one trajectory or session. Concurrent calls share it; orders apply when no call runs."""
 
     def __init__(
         self,
@@ -232,23 +233,25 @@ class LeaseHolder:
         assigned: Lease | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        """`name` is an assignment's id, and `assigned` its lease; without that it is a session's id, and its lease
-        is asked for. `timeout_s` bounds each answer of the coordinator."""
+        """`name` is an assignment id with its lease `assigned`, or a session id, whose lease is requested later.
+
+        `timeout_s` bounds each call of the coordinator.
+        """
         self.lease: Lease | None = None
-        self.is_in_turn = False  # under this lease
+        self.is_in_turn = False  # a turn runs with this lease
         self._reporter = reporter
         self._coordinator = coordinator
         self._name = name
         self._is_session = assigned is None
         self._holder_id = session_holder(name) if assigned is None else name
-        self._group_id = "" if assigned is None else group_key(name)  # siblings have one in common
+        self._group_id = "" if assigned is None else group_key(name)  # shared by the samples of a group
         self._timeout_s = timeout_s
         self._changing = asyncio.Lock()
         self._has_failed = self._is_failure_acked = self._must_ask = self._is_closed = False
-        self._order: tuple[Lease | None] | None = None  # obeyed before the next turn
+        self._order: tuple[Lease | None] | None = None  # applied before the next turn
         self._num_in_flight = 0
-        self._num_context_tokens = 0  # of the last turn: its prompt and what was sampled
-        self._prefixes: tuple[Prefix, ...] = ()  # the prompt that a session's lease was granted for
+        self._num_context_tokens = 0  # prompt and sampled tokens of the last turn
+        self._prefixes: tuple[Prefix, ...] = ()  # the prompt of the session's lease request
         if assigned is not None:
             self.hold(assigned)
 
@@ -257,10 +260,13 @@ class LeaseHolder:
         """The process that reports the lease."""
         return self._reporter.process_id
 
-    # --- for calls ---
+    # Used by calls
 
     def held(self, needs: Needs = NO_NEEDS) -> Lease | None:
-        """Return the lease to call under; None: ask. Raises SessionFinished or Conflict after `close`."""
+        """Return the lease to use; None if it must be requested.
+
+        Raises SessionFinished or Conflict after `close`.
+        """
         if self._is_closed:
             raise self._ended()
         if self.lease is None or self._has_failed or self._must_ask or not self.lease.can.suits(needs):
@@ -268,31 +274,31 @@ class LeaseHolder:
         return self.lease
 
     async def ask(self, prompt_ids: Sequence[int] = (), needs: Needs = NO_NEEDS) -> Lease:
-        """Return the lease to call under, asked for if there is none that serves.
+        """Return the lease to use, and request one if the present lease does not serve the needs.
 
-        Raises NoHealthyReplica or ServiceUnavailable if there is none now, UnsupportedParameter if no engine can
-        serve the needs, WeightVersionNotServed, ModelNotFound for an adapter, and as `held` does.
+        Raises NoHealthyReplica or ServiceUnavailable if no lease is available now, UnsupportedParameter if no
+        engine meets the needs, WeightVersionNotServed, ModelNotFound for an adapter, and as `held` does.
         """
         if (lease := self.held(needs)) is not None:
             return lease
         return await self._reporter.changes.run(self._asked(prompt_ids, needs))
 
     def have_ask(self, lease: Lease) -> None:
-        """Ask before the next call: the replica of this lease serves no weights that the call accepts."""
+        """Request a lease before the next call, because this replica serves no weights that the call accepts."""
         self._must_ask = self._must_ask or lease == self.lease
 
     async def failed(self, lease: Lease) -> None:
-        """Report that the replica of a lease failed, and hold the lease that the coordinator gives instead."""
+        """Report that a lease's replica failed, and use the lease that the coordinator grants instead."""
         if self._fail(lease):
             await self._reporter.changes.run(self._report_failure(lease))
 
     def give_up(self, lease: Lease) -> None:
-        """Report a failure as `failed` does, without waiting: the next call waits for the other lease."""
+        """Report a failure as `failed` does, without waiting. The next call waits for the other lease."""
         if self._fail(lease):
             self._reporter.changes.start(self._report_failure(lease))
 
     def enter(self) -> None:
-        """Begin a call. An order is obeyed now if no other call is under way."""
+        """Start a call. An order is applied now if no other call runs."""
         if self._num_in_flight == 0 and self._order is not None:
             (ordered,), self._order = self._order, None
             if ordered is None:
@@ -302,16 +308,16 @@ class LeaseHolder:
         self._num_in_flight += 1
 
     def begin(self) -> None:
-        """Note that the call goes to the replica of the lease."""
+        """Record that the call is sent to the lease's replica."""
         if not self.is_in_turn and self.lease is not None:
             self.is_in_turn = True
             self._reporter.add(TurnBegun(self.lease.lease_id))
 
     def leave(self, lease: Lease | None, request: GenerateRequest, generation: Generation | None) -> None:
-        """End a call whose last lease was `lease`; `generation` is what it has of its reply."""
+        """End a call whose last lease was `lease`. `generation` has the tokens so far, if any."""
         self._num_in_flight -= 1
         if lease is None or lease != self.lease or not self.is_in_turn:
-            return  # it never ran, or the holder has moved meanwhile
+            return  # it was never sent, or the holder has another lease now
         num_sampled, num_cached = 0, None
         if generation is not None:
             num_sampled = len(generation.token_ids) if request.sampling.score_from is None else 0
@@ -324,46 +330,45 @@ class LeaseHolder:
         if self._num_in_flight:
             self.begin()
 
-    # --- its life ---
+    # Lifecycle
 
     def hold(self, lease: Lease) -> None:
-        """Hold a lease that was granted, in place of the one before."""
+        """Use a granted lease in place of the previous one."""
         self._has_failed = self._is_failure_acked = self._must_ask = False
         if lease != self.lease:
             if self.lease is not None:
                 self._reporter.forget(self.lease)
             self.lease, self._order, self.is_in_turn = lease, None, False
-        self._reporter.hold(self, lease)  # granted again too: it ends unless that is heard of
-        if self._is_closed:  # while the coordinator was asked
+        # Also if granted again, because the coordinator ends a lease that is not reported
+        self._reporter.hold(self, lease)
+        if self._is_closed:  # closed during the request
             self.close()
 
     def release(self) -> None:
-        """Give a session's lease back; its next call asks for one again. Idempotent."""
+        """Release a session's lease. Its next call requests one again. Idempotent."""
         if (lease := self._drop()) is not None:
             self._reporter.release(self._holder_id, lease)
 
     def close(self) -> None:
-        """Hold no lease any more. A session's is given back, a trajectory's ends with its record. Idempotent."""
+        """Stop using leases. A session's lease is released, a trajectory's ends with its record. Idempotent."""
         self._is_closed = True
         if self._is_session:
             self.release()
         else:
             self._drop()
 
-    # --- for the reporter ---
+    # Called by the reporter
 
     def order(self, lease: Lease | None) -> None:
-        """Take the coordinator's order: the lease of the next turn, or None to ask for it."""
+        """Store the coordinator's order for the next turn: its lease, or None to request one."""
         self._order = (lease,)
 
     def to_report(self) -> HeldLease | None:
-        """Return the lease and its facts for a full report; they count as reported."""
+        """Return the lease for a full report, which counts as reported."""
         if self.lease is None:
             return None
         facts = self._holder_id, self._group_id, self._num_context_tokens, self._prefixes
         return HeldLease(self.lease, *facts)
-
-    # --- inside ---
 
     def _drop(self) -> Lease | None:
         lease, self.lease, self._order = self.lease, None, None
@@ -373,7 +378,7 @@ class LeaseHolder:
         return lease
 
     def _fail(self, lease: Lease) -> bool:
-        """Note a lease's failure. False: it is not held, or another call has noted it."""
+        """Record a lease's failure. Returns False if it is not held or the failure is already recorded."""
         if lease != self.lease or self._has_failed:
             return False
         self._has_failed = True
@@ -383,7 +388,7 @@ class LeaseHolder:
         async with self._changing:
             if self.lease is None and (given_back := self._reporter.take_back(self._holder_id)) is not None:
                 self.hold(given_back)
-            lease = self.held(needs)  # another call was faster
+            lease = self.held(needs)  # another call requested it first
             if lease is None:
                 lease = await self._moved(needs) or await self._granted(prompt_ids, needs)
                 self.hold(lease)
@@ -394,17 +399,17 @@ class LeaseHolder:
     async def _report_failure(self, failed: Lease) -> None:
         async with self._changing:
             if self.lease != failed or not self._has_failed:
-                return  # a call that asked has told of it
+                return  # another call has reported it
             try:
                 if (lease := await self._moved(NO_NEEDS)) is not None:
                     self.hold(lease)
-            except AgentLoopError as error:  # the next round asks again
+            except AgentLoopError as error:  # the next round requests a lease again
                 _log.warning("not_moved", holder=self._holder_id, code=error.code, error=str(error))
 
     async def _moved(self, needs: Needs) -> Lease | None:
-        """Return the lease that the coordinator gives in place of the one held; None if it does not know that one.
+        """Return the lease that the coordinator grants in place of the present one; None if that is unknown to it.
 
-        Raises what the coordinator raises, unless the lease held still serves.
+        Re-raises the coordinator's errors, unless the present lease can still serve the call.
         """
         if (held := self.lease) is None:
             return None
@@ -412,21 +417,24 @@ class LeaseHolder:
         try:
             return await self._in_time(self._coordinator.move(self._name, held, is_failed, needs))
         except (NoHealthyReplica, WeightVersionNotServed, ModelNotFound):
-            self._is_failure_acked = self._has_failed  # reported again, the failure would count again
+            self._is_failure_acked = self._has_failed  # a second report would count the failure twice
             raise
         except AgentLoopError as error:
             if isinstance(error, NotFound) and self._is_session:
-                self._drop()  # it has expired, or the coordinator is a new one
+                self._drop()  # it has expired, or the coordinator was restarted
                 return None
             if self._has_failed or not held.can.suits(needs):
                 raise
-            # The replica may well serve while the coordinator restarts; if it does not, the call says so.
+            # The replica may work while the coordinator restarts; if not, the call fails.
             _log.warning("not_asked", holder=self._holder_id, code=error.code, error=str(error))
             return held
 
     async def _granted(self, prompt_ids: Sequence[int], needs: Needs) -> Lease:
-        """Return the lease that the coordinator grants a session. Asked before it knows what was given back, it
-        would grant that again, and then take it back."""
+        """Return the lease that the coordinator grants a session.
+
+        Waits until a release is acknowledged: otherwise the coordinator would grant the same lease and then end
+        it.
+        """
         coordinator = cast(LeasePort, self._coordinator)
 
         async def granted() -> Lease:
@@ -441,9 +449,9 @@ class LeaseHolder:
             async with asyncio.timeout(self._timeout_s):
                 return await answer
         except TimeoutError as error:
-            raise ServiceUnavailable("the coordinator did not answer in time") from error
+            raise ServiceUnavailable(f"the coordinator did not answer within {self._timeout_s:g} s") from error
 
     def _ended(self) -> AgentLoopError:
         if self._is_session:
             return SessionFinished(f"session {self._name} has ended")
-        return Conflict(f"trajectory {self._name} is over")
+        return Conflict(f"trajectory {self._name} has ended")

@@ -1,22 +1,15 @@
-"""The balancer: which replica a trajectory runs on, for all its turns, and how many run at a time.
+"""The balancer: chooses a replica for each trajectory and session, and limits how many run at a time.
 
-The rule. A trajectory or session that holds a lease goes where it was. A new one goes where its group, or the
-longest routed beginning of its prompt, is, unless the least loaded replica has less by a multiple of that prompt;
-then there. It begins if the KV of all that run there and their promised growth leave room within the share of KV
-that may be used (`kv_share.py`). While something waits for room, holders whose tools have run for some seconds are
-let go of: their KV no longer counts, and each asks before its next turn, in order of arrival. When the contexts on
-a replica outgrow its KV, it lets holders at their tools go too, those with the fewest turns first. In the tail,
-when few trajectories are left, a turn's end moves its trajectory to a replica that has much less.
+A new holder of a lease goes to the replica with the longest shared prefix of its prompt, or to the least loaded
+one if the loads differ by more than a multiple of that prefix. It starts if the KV of all holders and their
+expected growth fit into the share of KV in use (`KVShare`). Later turns stay on that replica, where the
+trajectory's KV is. The steps: `has_room`, `acquire`, then `turn_begun` and `turn_ended` for each turn, perhaps
+`move`, and `release`.
 
-Ownership: one object, in the coordinator's event loop, pure and synchronous, time passed in; it reads the `Fleet`
-and owns the lease table, the replicas' books, the share, and the index of routed prefixes.
-
-The life of a trajectory here: `has_room`, then `acquire`; `turn_begun` and `turn_ended` at each turn, reported in
-batches by the process that runs it; perhaps an order to go elsewhere or to ask first, followed at the next turn
-(`move`); `release`.
-
-Invariants: a holder has at most one lease; lease ids are never used twice; a replica's book is the sum of the
-leases counted on it; a holder that waits for room on a replica goes before all that arrived later.
+One synchronous object in the coordinator's event loop; callers pass the time. It reads the `Fleet` and owns the
+lease table and the KV accounting. Invariants: a holder has at most one lease; lease ids are never reused; a
+replica's account is the sum of its leases; a holder that waits for capacity on a replica goes before all later
+ones.
 """
 
 from __future__ import annotations
@@ -43,35 +36,36 @@ from agentloop.scheduling.replica_books import KVShare, ReplicaBooks, RoutedPref
 from agentloop.types import Lease
 from agentloop.values.capabilities import NO_NEEDS, Needs
 
-_PREFIX_SLACK = 4.0  # times a common prefix, that its replica may have beyond the least loaded one
-_IDLE_S = 5.0  # at a tool, after which a holder is let go of while others wait
-_TAIL = 8  # trajectories a replica on average, below which balance counts more than KV
-_TAIL_GAIN = 2.0  # times what a trajectory has and is promised, that a move in the tail must find free
-_LOST_BLOCKS = 2  # of a context, that count as found: its end is no full block
+_PREFIX_SLACK = 4.0  # in units of the shared prefix: the extra load that its replica may have
+_IDLE_S = 5.0  # seconds at a tool after which a holder's KV reservation is released, while others wait
+_TAIL = 8  # trajectories per replica on average; below it balance matters more than cached KV
+_TAIL_GAIN = 2.0  # in units of the trajectory's own KV: the advantage that a move in the tail requires
+_LOST_BLOCKS = 2  # blocks that count as cached, because the end of a context does not fill a block
 
 
 @dataclass(frozen=True, slots=True)
 class BalancerConfig:
-    """Settings of the leases and of how much of the KV may be used."""
+    """Settings of leases and KV use."""
 
-    lease_ttl_s: float = 60.0  # silence of a process after which its leases end
-    usual_growth_tokens: float = 8192.0  # of a trajectory beyond its prompt, before any has ended
+    lease_ttl_s: float = 60.0  # the leases of a process end after this silence
+    # Expected growth of a trajectory beyond its prompt, until trajectories have ended
+    usual_growth_tokens: float = 8192.0
     share: ShareBounds = field(default_factory=ShareBounds)
-    limits_kv: bool = True  # False: no holder asks before a turn because contexts have outgrown the KV
+    limits_kv: bool = True  # False: no holder has to ask before a turn because contexts exceed the KV
 
 
 @dataclass(frozen=True, slots=True)
 class KVUse:
-    """A replica's KV: what its holders have and are promised, what they may have, and its hits."""
+    """A replica's KV: expected use and limit in tokens, and cache hits."""
 
     predicted_tokens: int
     limit_tokens: int
-    hit_rate: float | None  # of the contexts of turns that returned
+    hit_rate: float | None  # cached share of the contexts of returning turns
     is_thrashing: bool
 
 
 class Balancer:
-    """The placement of trajectories and sessions on replicas: their leases, and the KV that these take."""
+    """Places trajectories and sessions on replicas, with their leases and KV reservations."""
 
     def __init__(self, fleet: Fleet, config: BalancerConfig | None = None) -> None:
         self._fleet = fleet
@@ -80,16 +74,16 @@ class Balancer:
         self._books = ReplicaBooks(fleet, self._config.usual_growth_tokens)
         self._prefixes = RoutedPrefixes()
         self.share = KVShare(self._config.share)
-        self._waits_for: dict[str, str] = {}  # holder -> the replica in whose line it is
-        self._lines: dict[str, None] = {}  # replicas that have holders in line
-        self._is_refusing = False  # since the last look
-        self._is_freed = False  # since `next_up` was asked
-        self._found: tuple[Demand | None, str | None] = (
+        self._waits_for: dict[str, str] = {}  # holder id -> the replica in whose queue it is
+        self._queued_replicas: dict[str, None] = {}  # replicas with a nonempty queue
+        self._is_refusing = False  # a holder was refused since the last `look`
+        self._is_freed = False  # capacity was freed since the last `next_up`
+        self._last_choice: tuple[Demand | None, str | None] = (
             None,
             None,
-        )  # by `has_room`: to look at all replicas takes long
+        )  # the demand and replica that `has_room` chose last, because a choice reads all replicas
 
-    # --- what others see ---
+    # Queries
 
     @property
     def num_holders(self) -> int:
@@ -100,11 +94,11 @@ class Balancer:
         return self._table.holders
 
     def num_leases(self, replica_id: str) -> int:
-        """Return the number of leases that count on a replica."""
+        """Return the number of leases on a replica."""
         return self._books.book(replica_id).num_leases
 
     def kv_use(self, replica_id: str) -> KVUse:
-        """Return a replica's use of KV: taken, promised, and found again by its turns."""
+        """Return a replica's KV use: expected, limit, and cache hits."""
         book, replica = self._books.book(replica_id), self._fleet.get(replica_id)
         capacity_tokens = 0 if replica is None else replica.capacity_tokens
         return KVUse(
@@ -115,17 +109,17 @@ class Balancer:
         )
 
     def lease_of(self, holder_id: str) -> Lease | None:
-        """Return the lease that a trajectory or a session holds."""
+        """Return the lease of a trajectory or session."""
         holding = self._table.of_holder(holder_id)
         return None if holding is None else holding.lease
 
     def holder_of(self, lease_id: str) -> str | None:
-        """Return the holder of a lease; None for one that is not known."""
+        """Return the holder of a lease; None if the lease is unknown."""
         holding = self._table.of_lease(lease_id)
         return None if holding is None else holding.demand.holder_id
 
     def sessions(self, limit: int, now: float, name: str = "") -> tuple[FlightRow, ...]:
-        """Return sessions and direct calls with a place, the longest idle first, and `name` after them."""
+        """Return sessions and direct calls with a lease, the longest idle first, and `name` in addition."""
         found = heapq.nsmallest(
             limit,
             (one for one in self._table if one.demand.is_session),
@@ -137,16 +131,17 @@ class Balancer:
         return tuple(_session_row(one, now) for one in found)
 
     def next_up(self) -> tuple[str, ...]:
-        """Return the first holder in each replica's line, if room may have become free since this was asked."""
+        """Return the first holder in each replica's queue if capacity was freed since the last call."""
         if not self._is_freed:
             return ()
         self._is_freed = False
-        return tuple(next(iter(self._books.book(name).line)) for name in self._lines)
+        return tuple(next(iter(self._books.book(name).line)) for name in self._queued_replicas)
 
-    # --- leases ---
+    # Leases
 
     def has_room(self, demand: Demand, over: float = 0.0) -> bool:
-        """Tell if one more trajectory or session may begin; it may take `over` times the room beyond it.
+        """Return True if one more trajectory or session may start. `over` times the capacity may be used beyond
+        it.
 
         Raises UnsupportedParameter as `acquire`.
         """
@@ -154,15 +149,15 @@ class Balancer:
             found = self._room_for(demand, over)
         except NoHealthyReplica:
             return False
-        self._found = demand, found
+        self._last_choice = demand, found
         self._is_refusing |= found is None
         return found is not None
 
     def acquire(self, demand: Demand, now: float) -> Lease:
-        """Grant a holder a lease, or return the one that it has on a replica that takes traffic.
+        """Grant a holder a lease, or return its present lease if that replica takes traffic.
 
-        It is granted also without room (`has_room`). Raises NoHealthyReplica, or UnsupportedParameter if no engine
-        can serve the demand's needs, WeightVersionNotServed, or ModelNotFound for an adapter that is not served.
+        Does not check capacity (`has_room`). Raises NoHealthyReplica, UnsupportedParameter if no engine meets the
+        demand's needs, WeightVersionNotServed, or ModelNotFound if the adapter is not served.
         """
         self._fleet.check_weights(demand.needs)
         holding = self._table.of_holder(demand.holder_id)
@@ -171,7 +166,7 @@ class Balancer:
                 self._table.ask_again(holding, demand, now)
                 return holding.lease
             self._end(holding)
-        (asked, chosen), self._found = self._found, (None, None)
+        (asked, chosen), self._last_choice = self._last_choice, (None, None)
         if asked is not demand or chosen is None or not self._books.suits(chosen, demand.needs):
             chosen = self._room_for(demand) or self._books.least(needs=demand.needs)
         self._prefixes.note(demand.shared_prefixes(demand.num_prompt_tokens), chosen)
@@ -180,37 +175,37 @@ class Balancer:
         return lease
 
     def adopt(self, demand: Demand, lease: Lease, now: float) -> None:
-        """Count a lease that an earlier coordinator granted. No-op if the holder or the lease is known.
+        """Add a lease that an earlier coordinator granted. No effect if the holder or the lease is known.
 
-        Its replica need not have joined this coordinator yet.
+        The replica may not have joined this coordinator yet.
         """
         if self._table.of_holder(demand.holder_id) is None and self._table.of_lease(lease.lease_id) is None:
             self._begin(Holding(demand, lease, prompt_tokens=float(demand.num_prompt_tokens)), now)
 
     def move(self, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Grant the holder of `lease` another one in its place.
+        """Replace the lease of a holder.
 
-        After a failure it is on another replica if there is one. Without a failure it stays where the KV is if that
-        replica can serve what it `needs`, now and from here on; a holder that was told to ask may have to wait for
-        room. Raises NoHealthyReplica if it has to, or if no replica takes traffic, and UnsupportedParameter if no
-        engine can serve it, WeightVersionNotServed or ModelNotFound: the holder keeps its lease. Raises NotFound
-        for a lease that is not known (`adopt` it first).
+        After a failure the new lease is on another replica if there is one. Otherwise the holder stays where its
+        KV is if that replica meets its `needs`; a holder that must ask may have to wait for capacity. Raises
+        NotFound if the lease is unknown (call `adopt` first), NoHealthyReplica if the holder has to wait or no
+        replica takes traffic, UnsupportedParameter, WeightVersionNotServed or ModelNotFound. After an error the
+        holder keeps its lease.
         """
         self._fleet.check_weights(needs)
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
-            raise NotFound(f"lease {lease.lease_id} is not known", param="lease")
+            raise NotFound(f"unknown lease {lease.lease_id}", param="lease")
         holding.demand = self._books.needing(holding.demand, needs)
         if lease.lease_id != holding.lease.lease_id and self._books.takes_traffic(holding.lease, needs):
             self._table.obeyed(holding)  # it has moved already
             return holding.lease
         chosen = self._choose_again(holding, is_failed)
-        self._leave_line(holding)
-        self._go(holding, chosen, is_told=True)
+        self._leave_queue(holding)
+        self._replace_lease(holding, chosen, is_told=True)
         return holding.lease
 
     def callers(self, lease: Lease) -> tuple[str, ...]:
-        """Return the processes that call at the replica of a lease, its own first; none for an ended lease."""
+        """Return the processes with leases on this lease's replica, its own first; empty if the lease has ended."""
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
             return ()
@@ -219,7 +214,7 @@ class Balancer:
         return (own, *sorted(there - {own}))
 
     def release(self, lease: Lease, num_tokens: int | None, now: float) -> None:
-        """End a lease. Idempotent. `num_tokens` is the growth of a trajectory that ran to its end."""
+        """End a lease. Idempotent. `num_tokens` is the growth of a trajectory that completed, else None."""
         holding = self._table.of_lease(lease.lease_id)
         if holding is not None:
             self._table.renew(holding.demand.process_id, now)
@@ -228,30 +223,33 @@ class Balancer:
             self._end(holding)
 
     def expire(self, now: float) -> int:
-        """End the leases whose time is over, and those of silent processes. Returns their number."""
+        """End the leases that have expired and those of silent processes. Returns their number."""
         over = self._table.expired(now, self._config.lease_ttl_s)
         for holding in over:
             self._end(holding)
         return len(over)
 
     def drop_replica(self, replica_id: str) -> None:
-        """Count a replica's leases no more: it, or its KV, is lost. Holders move at their next call."""
+        """Remove a lost replica, or one whose KV is lost, from the accounts.
+
+        Its holders move at their next call.
+        """
         for holding in self._table.on_replica(replica_id):
             self._uncount(holding)
             holding.is_counted = holding.is_warm = False
         for holder_id in self._books.book(replica_id).line:
             del self._waits_for[holder_id]
-        self._lines.pop(replica_id, None)
+        self._queued_replicas.pop(replica_id, None)
         self._books.forget(replica_id)
         self._prefixes.forget(replica_id)
         self._is_freed = True
 
-    # --- news of processes ---
+    # Reports of processes
 
     def took(self, report: LeaseReport, now: float) -> LeaseOrders:
-        """Apply a report of a process's leases, each report once (`ReportDesk`). Returns the orders to the process.
+        """Apply a process's lease report, and return orders for it. Each report counts once (`ReportDesk`).
 
-        A lease that is another process's, or has ended, is ordered to ask.
+        For a lease that has ended or belongs to another process, the order is to ask for a new one.
         """
         process_id = report.process_id
         self._table.renew(process_id, now)
@@ -276,11 +274,14 @@ class Balancer:
         return LeaseOrders((*((lease_id, None) for lease_id in unknown), *self._table.orders(process_id)))
 
     def _compare(self, process_id: str, leases: Sequence[HeldLease], now: float) -> None:
-        """Have the table agree with all that a process holds: leases that an earlier coordinator granted are
-        adopted, and those of sessions that it had and has no more end. A trajectory's end with its record."""
+        """Reconcile the table with all leases of a process.
+
+        Leases that an earlier coordinator granted are adopted. Leases of sessions that the process no longer has
+        end; a trajectory's lease ends with its record.
+        """
         for held in leases:
             is_session = is_session_holder(held.holder_id)
-            num_tokens = max(1, held.num_context_tokens)  # a lease without work would make a replica look idle
+            num_tokens = max(1, held.num_context_tokens)  # a replica whose leases count nothing would look idle
             facts = held.holder_id, process_id, held.group_id, num_tokens
             demand = Demand(*facts, is_session=is_session, prefixes=held.prefixes)
             self.adopt(demand, held.lease, now)
@@ -294,31 +295,31 @@ class Balancer:
                 self._end(holding)
 
     def orders(self, process_id: str) -> tuple[tuple[str, Lease | None], ...]:
-        """Return a process's orders for the next turns: lease id -> another lease, or None: ask first."""
+        """Return a process's orders for the next turns: lease id -> the new lease, or None to ask first."""
         return self._table.orders(process_id)
 
     def turn_begun(self, lease_id: str) -> None:
-        """Note that a holder begins a turn: its first, or after its tools. Unknown leases: no-op."""
+        """Record the start of a turn. Unknown leases are ignored."""
         holding = self._table.of_lease(lease_id)
         if holding is None:
             return
         if lease_id == holding.lease.lease_id:
             self._table.obeyed(holding)
         holding.idle_since = None
-        if not holding.is_kept:  # it went on before it heard that it is to ask
+        if not holding.is_kept:  # it started before it received the order to ask first
             self._recount(holding, is_kept=True)
 
     def turn_ended(self, turn: TurnEnded, now: float) -> None:
-        """Count a turn that has ended. Unknown leases: no-op."""
+        """Record the end of a turn. Unknown leases are ignored."""
         holding = self._table.of_lease(turn.lease_id)
         if holding is None:
             return
         holding.idle_since = now
-        if turn.num_context_tokens <= 0:  # it failed, and is begun again
+        if turn.num_context_tokens <= 0:  # the turn failed and will be retried
             return
         is_here = holding.is_counted and turn.lease_id == holding.lease.lease_id
         if is_here and turn.num_cached_tokens is not None:
-            self._count_lost(holding, turn, turn.num_cached_tokens)
+            self._count_recomputed(holding, turn, turn.num_cached_tokens)
         is_kept = holding.is_kept
         self._uncount(holding)
         num_prompt_tokens = turn.num_context_tokens - turn.num_sampled_tokens
@@ -330,13 +331,15 @@ class Balancer:
         holding.is_warm, holding.is_flushed = is_here, False
         self._count(holding, is_kept=is_kept)
         if is_here:
-            self._let_go_beyond_capacity(holding.lease.replica_id)
+            self._release_beyond_capacity(holding.lease.replica_id)
             self._balance_tail(holding)
-            self._clear(holding)
+            self._leave_drained_host(holding)
 
     def new_epoch(self, *, is_flushed: bool, adapter: str = "") -> None:
-        """Note new weights: new prompts share no KV of the old ones. If it was flushed, no holder finds its own
-        either. A new version of an adapter concerns only prompts and holders under it."""
+        """Record new weights. New prompts share no KV of the old weights; after a flush, holders do not either.
+
+        A new version of an adapter affects only prompts and holders with this adapter.
+        """
         self._prefixes.clear(adapter)
         for holding in self._table if is_flushed else ():
             if not adapter or holding.demand.needs.adapter == adapter:
@@ -344,55 +347,61 @@ class Balancer:
                 holding.is_warm = False
 
     def look(self, now: float) -> None:
-        """Adapt the KV share to the engines' loads, and count holders at long tools no more. Call about once a
-        second."""
+        """Adapt the KV share to the engines' loads, and release reservations of holders at long tools.
+
+        Call once a second.
+        """
         replicas = self._fleet.placeable()
         loads = [replica.report.load for replica in replicas]
         idle = [one for one in self._table if one.is_counted and one.idle_since is not None]
         is_waited_for, self._is_refusing = self._is_refusing or bool(self._waits_for), False
         used_tokens = sum(load.kv_used_tokens for load in loads) + sum(one.context_tokens for one in idle)
+        # A request in an engine's queue means that the KV is full, even if the reports show less.
         if is_waited_for and not any(load.num_waiting for load in loads):
             self._is_freed |= self.share.grow(used_tokens, sum(one.capacity_tokens for one in replicas))
         for replica in self._fleet.drained():
             for holding in self._table.on_replica(replica.replica_id):
-                self._clear(holding)
+                self._leave_drained_host(holding)
         for holding in idle if is_waited_for else ():
             if holding.idle_since is not None and now - holding.idle_since > _IDLE_S:
-                self._let_go(holding)
+                self._release_reservation(holding)
 
     def check(self) -> None:
-        """Raise InvariantBroken unless every count is what the leases add up to."""
+        """Raise InvariantBroken unless all accounts are the sums of their leases."""
         self._table.check()
         self._books.check(one for one in self._table if one.is_counted)
-        if set(self._waits_for.values()) != self._lines.keys():
-            raise InvariantBroken("a line has no holder, or a holder no line")
+        waiting, queued = set(self._waits_for.values()), set(self._queued_replicas)
+        if waiting != queued:
+            raise InvariantBroken(
+                f"holders wait for replicas {sorted(waiting)}, but queues exist for {sorted(queued)}"
+            )
         if not self._waits_for.keys() <= set(self._table.holders):
-            raise InvariantBroken("a holder whose lease has ended waits for room")
+            raise InvariantBroken("a holder without a lease waits for capacity")
 
-    # --- choosing ---
+    # Choice of a replica
 
     def _room_for(self, demand: Demand, over: float = 0.0) -> str | None:
-        """Return the replica of a new trajectory: with its prefix within the slack, else the least loaded one."""
+        """Return the replica for a new holder; None if no replica has capacity."""
         books = self._books
         least = books.least(needs=demand.needs)
         share = self.share.value * (1.0 + over)
-        for name in (*self._homes(demand, least), least):
+        for name in (*self._prefix_replicas(demand, least), least):
             if books.fits(name, demand, float(demand.num_prompt_tokens), share):
                 return name
         return None
 
-    def _homes(self, demand: Demand, least: str) -> Iterator[str]:
-        """Yield the replicas that its longest known prefix went to, within the slack, the least loaded first."""
+    def _prefix_replicas(self, demand: Demand, least: str) -> Iterator[str]:
+        """Yield the replicas that received its longest known prefix, within the slack, least loaded first."""
         books = self._books
         for key, num_tokens in demand.shared_prefixes(demand.num_prompt_tokens):
-            homes = books.by_load(self._prefixes.replicas(key), demand.needs)
-            if homes:
+            replicas = books.by_load(self._prefixes.replicas(key), demand.needs)
+            if replicas:
                 slack = _PREFIX_SLACK * num_tokens / books.placeable[least].capacity_tokens
-                yield from (name for name in homes if books.load(name) <= books.load(least) + slack)
+                yield from (name for name in replicas if books.load(name) <= books.load(least) + slack)
                 return
 
     def _choose_again(self, holding: Holding, is_failed: bool) -> str:
-        """Return the replica of a trajectory that has begun. Raises NoHealthyReplica."""
+        """Return the next replica of a holder with a lease. Raises NoHealthyReplica."""
         books, here, demand = self._books, holding.lease.replica_id, holding.demand
         if is_failed:
             return books.least(here, demand.needs)
@@ -402,17 +411,20 @@ class Balancer:
         least = books.least(needs=demand.needs)
         if not is_here and not holding.must_ask:
             return least
+        # With warm KV the present replica saves a prefill, otherwise the least loaded one is as good.
         names = (here, least) if holding.is_warm else (least, here)
         for name in names if is_here else (least,):
             if books.fits(name, demand, holding.num_tokens, self.share.value):
                 return name
         if demand.holder_id not in self._waits_for:
             self._waits_for[demand.holder_id] = line = here if is_here else least
-            books.book(line).line[demand.holder_id] = self._lines[line] = None
-        raise NoHealthyReplica("no replica has room for a trajectory that returns from its tools")
+            books.book(line).line[demand.holder_id] = self._queued_replicas[line] = None
+        raise NoHealthyReplica(
+            "no replica has KV capacity for this trajectory's next turn now: it waits in the queue"
+        )
 
     def _balance_tail(self, holding: Holding) -> None:
-        """Move a trajectory whose turn has ended, if few are left and another replica has much less."""
+        """Move a trajectory after its turn, if few are left and another replica has much less load."""
         books, here = self._books, holding.lease.replica_id
         if len(self._table) >= _TAIL * len(books.placeable) or holding.earlier or holding.demand.is_session:
             return
@@ -421,25 +433,25 @@ class Balancer:
         gain_tokens = _TAIL_GAIN * (holding.num_tokens + books.promise.tokens)
         load, gain = books.load(here), gain_tokens / books.placeable[here].capacity_tokens
         if load <= gain:
-            return  # an empty replica has not so much less: the others need no look
+            return  # even an empty replica would not have so much less load
         least = books.least(here, holding.demand.needs)
         if load - books.load(least) > gain:
-            self._go(holding, least, is_told=False)
+            self._replace_lease(holding, least, is_told=False)
 
-    def _clear(self, holding: Holding) -> None:
-        """Order a holder to another replica for its next turn, if its own is to be free of work."""
+    def _leave_drained_host(self, holding: Holding) -> None:
+        """Move a holder off a drained host at its next turn."""
         here, books = holding.lease.replica_id, self._books
         if not holding.is_counted or holding.idle_since is None:
             return
         if any(one.replica_id == here for one in self._fleet.drained()):
-            with suppress(NoHealthyReplica, UnsupportedParameter):  # then it stays
-                self._go(holding, books.least(here, holding.demand.needs), is_told=False)
+            with suppress(NoHealthyReplica, UnsupportedParameter):  # no other replica can serve it, so it stays
+                self._replace_lease(holding, books.least(here, holding.demand.needs), is_told=False)
 
-    # --- counting ---
+    # Accounting
 
-    def _count_lost(self, holding: Holding, turn: TurnEnded, num_cached: int) -> None:
-        """Count the part of a turn's prompt that was computed again although an earlier turn had computed it."""
-        num_known = turn.num_known_tokens  # 0 where a session's prompt extends none of its turns: nothing is lost
+    def _count_recomputed(self, holding: Holding, turn: TurnEnded, num_cached: int) -> None:
+        """Count the prompt tokens of a turn that were computed again although an earlier turn had computed them."""
+        num_known = turn.num_known_tokens  # 0 if a session's prompt extends none of its turns: nothing is lost
         prompt_tokens = turn.num_context_tokens - turn.num_sampled_tokens
         lost_tokens = 0.0
         if holding.is_flushed:
@@ -455,8 +467,11 @@ class Balancer:
     def _grant(self, replica_id: str) -> Lease:
         return self._table.grant(self._books.placed(replica_id))
 
-    def _go(self, holding: Holding, replica_id: str, *, is_told: bool) -> None:
-        """Give a holder another lease, by an answer or, not told so, by an order with its process's next report."""
+    def _replace_lease(self, holding: Holding, replica_id: str, *, is_told: bool) -> None:
+        """Replace a holder's lease.
+
+        Its process learns of it by this call's response (`is_told`) or by an order.
+        """
         holding.is_warm &= replica_id == holding.lease.replica_id
         self._uncount(holding)
         self._table.change(holding, self._grant(replica_id), is_told=is_told)
@@ -469,18 +484,18 @@ class Balancer:
         self._count(holding, is_kept=True)
 
     def _end(self, holding: Holding) -> None:
-        self._leave_line(holding)
+        self._leave_queue(holding)
         self._uncount(holding)
         self._table.drop(holding)
         self._is_freed = True
 
-    def _leave_line(self, holding: Holding) -> None:
+    def _leave_queue(self, holding: Holding) -> None:
         replica_id = self._waits_for.pop(holding.demand.holder_id, None)
         if replica_id is not None:
             line = self._books.book(replica_id).line
             del line[holding.demand.holder_id]
             if not line:
-                del self._lines[replica_id]
+                del self._queued_replicas[replica_id]
             self._is_freed = True
 
     def _count(self, holding: Holding, *, is_kept: bool) -> None:
@@ -492,22 +507,23 @@ class Balancer:
         if holding.is_counted:
             self._books.book(holding.lease.replica_id).remove(holding)
 
-    def _let_go(self, holding: Holding) -> None:
-        """Give the room of a holder that is at its tools to others: it asks before its next turn."""
+    def _release_reservation(self, holding: Holding) -> None:
+        """Release the KV reservation of a holder that runs a tool: it asks before its next turn."""
         if holding.is_counted and holding.is_kept and holding.idle_since is not None and not holding.earlier:
             self._recount(holding, is_kept=False)
             self._table.have_ask(holding)
             self._is_freed = True
 
-    def _let_go_beyond_capacity(self, replica_id: str) -> None:
-        """Let holders at their tools go until the contexts of the others fit the engine's KV."""
+    def _release_beyond_capacity(self, replica_id: str) -> None:
+        """Release reservations of holders that run tools until the other contexts fit into the engine's KV."""
         if not self._config.limits_kv or not self._books.is_over(replica_id):
             return
         idle = [one for one in self._table.on_replica(replica_id) if one.is_kept and one.idle_since is not None]
-        # The oldest ones end soonest; of equally old ones the fewest that free enough. Ids: a run can be repeated.
+        # Holders with the fewest turns first, because they occupy KV the longest; among equals the largest, so
+        # that few are released. Holder ids make the order reproducible.
         for holding in sorted(idle, key=lambda one: (one.num_turns, -one.num_tokens, one.demand.holder_id)):
             if self._books.is_over(replica_id):
-                self._let_go(holding)
+                self._release_reservation(holding)
 
     def _recount(self, holding: Holding, *, is_kept: bool) -> None:
         self._uncount(holding)

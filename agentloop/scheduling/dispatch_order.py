@@ -1,20 +1,12 @@
-"""The order in which queued samples are dispatched: by priority, by users and shares, by groups within a flow.
-flow.
+"""The order in which queued samples are dispatched: by priority, user, flow and group.
 
-A flow is served as one: the rollouts of an owner on equal terms, those of one run if they name a run, and a rollout
-alone if it has a limit. A higher priority goes first. Within a priority users take turns by stride scheduling
-(`concurrency/strides.py`), together with their sessions and calls, and a user's flows do the same.
+A flow is a queue with one set of limits: an owner's rollouts with equal terms, or those of one run; a rollout with
+its own limit is a flow alone. Higher priorities go first. Within a priority, stride scheduling
+(`concurrency/strides.py`) chooses among users, whose sessions and calls count too, and then among a user's flows.
 
-Within a flow, samples that a worker had before go first, then groups of which a sample has begun, the one with the
-fewest samples left first, because a trainer can use only whole groups. The other groups follow in their order.
-
-The unit is a sample: samples of one group may run on different workers, so no group waits for a worker with room
-for all of it. If replicas have no room (`NoPlace.FULL`), nothing overtakes. A group that waits for a reason other
-than room (`NoPlace.LATER`) keeps its place, and up to `_MAX_ASIDE` such groups of a flow are overtaken.
-
-Invariants: a flow is in its user's heap, or held back (`max_running` or its budget is reached), or empty. A step
-costs O(users + log flows + log groups), plus the groups that are overtaken. `UserTurns` is one object per
-coordinator, which samples, sessions and direct calls share.
+The unit is a sample, so the samples of a group may run on different workers. Invariants: each flow is in its
+user's heap, held back by `max_running` or its budget, or empty. A step costs O(users + log flows + log groups),
+plus the groups that are skipped. The coordinator has one `UserTurns` for samples, sessions and direct calls.
 """
 
 from __future__ import annotations
@@ -36,70 +28,74 @@ from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 from agentloop.types import Lease
 
 _WINDOW_S = 60.0
-_SLOT_S = 5.0  # tokens of one slot are counted together
-_REPORT_COUNTS_S = 15.0  # without another one, a process is gone
+_SLOT_S = 5.0  # tokens are counted per slot of this length
+_REPORT_COUNTS_S = 15.0  # a process without a report for this long is gone
 
 
 class UserTurns:
-    """The table of users, the order of their turns, and their use over all processes."""
+    """The table of users, their scheduling order, and their usage over all processes."""
 
     def __init__(self, read: Callable[[], UserTable] = UserTable, clock: Clock | None = None) -> None:
-        """Raises what `read` does."""
+        """Load the table. Re-raises errors of `read`."""
         self._read = read
         self._clock = clock or RealClock()
         self._strides = Strides(lambda user: self.limits_of(user).share)
-        self._tokens: dict[str, deque[tuple[float, int]]] = {}  # by user: a slot's beginning, and its tokens
-        self._reports: dict[str, tuple[float, tuple[UserUsage, ...]]] = {}  # by process: time and contents
+        self._tokens: dict[str, deque[tuple[float, int]]] = {}  # user -> start and tokens of each slot
+        # Process -> time and content of its last report
+        self._reports: dict[str, tuple[float, tuple[UserUsage, ...]]] = {}
         self.read_again()
 
     def read_again(self) -> None:
-        """Read the table again. If `read` raises, its error is raised and the old table stays."""
+        """Load the table again. If `read` raises, the error is raised and the old table stays."""
         self.table = self._read()
         self.generation = secrets.randbits(62)
 
     def name_of(self, owner: str) -> str:
-        """Return a user's present name; an unknown owner's own name."""
+        """Return a user's current name; an unknown owner's name is returned unchanged."""
         return self.table.names.get(owner, owner)
 
     def limits_of(self, user: str) -> UserLimits:
         return self.table.limits.get(user, NO_LIMITS)
 
     def pass_of(self, user: str) -> float:
-        """Return a user's pass: the least of those that wait is next."""
+        """Return a user's pass value. The waiting user with the lowest value is next."""
         return self._strides.pass_of(user)
 
     def took(self, user: str) -> None:
-        """Record a place that a user was given."""
+        """Record a slot that was granted to a user."""
         self._strides.took(user)
 
-    # Use
+    # Usage
 
     def count_tokens(self, user: str, num_tokens: int) -> None:
-        """Count a turn's tokens, of its prompt and its answer."""
+        """Count the tokens of a turn, in its prompt and its answer."""
         slots, now = self._tokens.setdefault(user, deque()), self._clock.now()
         if not slots or now - slots[-1][0] >= _SLOT_S:
             slots.append((now, 0))
         slots[-1] = slots[-1][0], slots[-1][1] + num_tokens
 
     def tokens_of(self, user: str) -> int:
-        """Return a user's tokens of the last minute."""
+        """Return a user's tokens in the last minute."""
         slots = self._tokens.get(user, deque())
         while slots and self._clock.now() - slots[0][0] >= _WINDOW_S:
             slots.popleft()
         return sum(num_tokens for _, num_tokens in slots)
 
     def has_tokens(self, user: str) -> bool:
-        """Return True if a user has tokens left in this minute."""
+        """Return True if a user is below its limit of tokens per minute."""
         most = self.limits_of(user).tokens_per_minute
         return most is None or self.tokens_of(user) < most
 
     def report(self, process_id: str, usage: tuple[UserUsage, ...]) -> UsersNews:
-        """Take the use of one process. Returns the use over all processes."""
+        """Store the usage report of a process. Returns the usage over all processes."""
         self._reports[process_id] = self._clock.now(), usage
         return UsersNews(self.generation, self.usage(Counter(), Counter(), Counter()))
 
     def usage(self, running: Counter[str], queued: Counter[str], waiting: Counter[str]) -> tuple[UserUsage, ...]:
-        """Return the use of each user; `running` and `queued` are its trajectories, `waiting` its calls."""
+        """Return the usage of each user.
+
+        `running` and `queued` count its trajectories, `waiting` its waiting calls.
+        """
         since = self._clock.now() - _REPORT_COUNTS_S
         self._reports = {name: one for name, one in self._reports.items() if one[0] >= since}
         calls, sessions = Counter[str](), Counter[str]()
@@ -122,37 +118,37 @@ class UserTurns:
         )
 
 
-_MAX_ASIDE = 16  # groups of a flow that are passed by while they wait for their own sake
-_MAX_OLD_ENTRIES = 64  # of a line's heaps, beside four for each group, before they are made anew
+_MAX_ASIDE = 16  # groups of a flow that may be skipped while they wait for something only they need
+_MAX_OLD_ENTRIES = 64  # obsolete entries of a heap, in addition to four per group, before it is rebuilt
 
 FlowKey: TypeAlias = tuple[RolloutTerms, str, bool]
 _UserTurn: TypeAlias = tuple[int, str]  # minus the priority, and the user
 
 TryToPlace: TypeAlias = Callable[[Sample], Lease | NoPlace]
-"""Grant a lease to the sample whose turn it is, or say why there is none now."""
+"""Grants a lease to the next sample, or returns the reason why it gets none now."""
 
 Placed: TypeAlias = tuple[Sample, Lease]
 
 
 @dataclass(slots=True, eq=False)
 class _WaitingGroup:
-    """The samples of one group that wait and were never begun."""
+    """The waiting samples of a group that have never started."""
 
-    number: int  # of its arrival
+    number: int  # in order of arrival
     samples: OrderedDict[str, Sample]
 
 
 class _FlowLine:
-    """The samples that wait in one flow.
+    """The queue of one flow.
 
-    The heap has an entry for each change of a group of which a sample has begun; an entry that is not the group's
-    present one is thrown away at the top.
+    The heap has one entry per change of a partially started group. Obsolete entries are dropped when they reach
+    the top.
     """
 
     def __init__(self) -> None:
         self._again: OrderedDict[str, Sample] = OrderedDict()
-        self._groups: OrderedDict[str, _WaitingGroup] = OrderedDict()  # the oldest first; none without samples
-        self._begun: list[tuple[int, int, _WaitingGroup]] = []  # samples left, number
+        self._groups: OrderedDict[str, _WaitingGroup] = OrderedDict()  # oldest first, without empty groups
+        self._begun: list[tuple[int, int, _WaitingGroup]] = []  # number of waiting samples, group number
         self._num_groups = 0
 
     def __len__(self) -> int:
@@ -164,7 +160,7 @@ class _FlowLine:
             yield from group.samples.values()
 
     def add_group(self, samples: Sequence[Sample]) -> None:
-        """Queue samples of one group, none of which waits here."""
+        """Queue samples of one group, which has no samples here yet."""
         self._num_groups += 1
         first, by_name = samples[0], OrderedDict((sample.assignment_id, sample) for sample in samples)
         group = _WaitingGroup(self._num_groups, by_name)
@@ -173,11 +169,11 @@ class _FlowLine:
             heapq.heappush(self._begun, (len(by_name), group.number, group))
 
     def add_again(self, sample: Sample) -> None:
-        """Queue a sample that a worker had before."""
+        """Queue a sample that was dispatched before."""
         self._again[sample.assignment_id] = sample
 
     def remove(self, sample: Sample) -> None:
-        """Take a sample out, if it is here."""
+        """Remove a sample if it is queued here."""
         if self._again.pop(sample.assignment_id, None) is not None:
             return
         key = group_key(sample.assignment_id)
@@ -193,7 +189,9 @@ class _FlowLine:
             heapq.heapify(self._begun)
 
     def heads(self, num: int) -> list[Sample]:
-        """Return the next sample, and with `num` above 1 those of the groups after it; one a group."""
+        """Return the next sample, or with `num` above 1 the first samples of the next groups."""
+        # Samples that were dispatched before go first, then partially started groups with the fewest samples left,
+        # because a trainer can use only complete groups. The other groups follow in order of arrival.
         again = list(islice(self._again.values(), num))
         groups = dict.fromkeys([*self._top_begun(num), *islice(self._groups.values(), num)])
         return (again + [next(iter(group.samples.values())) for group in groups])[:num]
@@ -213,12 +211,12 @@ class _FlowLine:
 class _Flow:
     terms: RolloutTerms
     budget: StalenessBudget | None
-    number: int  # of its creation: among equals the older goes first
+    number: int  # in order of creation; among equals the oldest goes first
     line: _FlowLine
     num_rollouts: int = 0
     num_running: int = 0
     pass_value: float = 0.0
-    is_offered: bool = False  # it is in the heap
+    is_offered: bool = False  # True if it is in the heap
 
     def admits(self, versions: FleetVersions) -> bool:
         if self.terms.max_running is not None and self.num_running >= self.terms.max_running:
@@ -227,19 +225,20 @@ class _Flow:
 
 
 class DispatchOrder:
-    """Queued samples in their flows. After a sample is taken out, its caller calls `begun`, and later `ended`."""
+    """The queued samples in their flows. The caller of `next` also calls `begun`, and `ended` later."""
 
     def __init__(self, users: UserTurns | None = None) -> None:
         self._users = users or UserTurns()
         self._flows: dict[FlowKey, _Flow] = {}
         self._heaps: dict[_UserTurn, list[tuple[float, int, _Flow]]] = {}
-        self._running: Counter[str] = Counter()  # samples of each user
-        self._held: defaultdict[StalenessBudget, set[_Flow]] = defaultdict(set)  # by budget: flows without room
-        self._passes: dict[_UserTurn, float] = {}  # the pass of the flow that was served last
+        self._running: Counter[str] = Counter()  # user -> running samples
+        # Budget -> flows that it holds back
+        self._held: defaultdict[StalenessBudget, set[_Flow]] = defaultdict(set)
+        self._passes: dict[_UserTurn, float] = {}  # the pass value of the flow that was served last
         self._num_flows = 0
 
     def join(self, rollout: LiveRollout) -> None:
-        """Add a rollout to its flow, which is made for the first. `leave` follows."""
+        """Add a rollout to its flow, and create the flow if needed. Paired with `leave`."""
         key = _key(rollout)
         flow = self._flows.get(key)
         if flow is None:
@@ -248,7 +247,7 @@ class DispatchOrder:
         flow.num_rollouts += 1
 
     def leave(self, rollout: LiveRollout) -> None:
-        """Remove a rollout of which nothing is queued or runs, and its flow with the last one."""
+        """Remove a rollout without queued or running samples. The last one removes its flow."""
         flow = self._flows[_key(rollout)]
         flow.num_rollouts -= 1
         if flow.num_rollouts == 0:
@@ -257,26 +256,27 @@ class DispatchOrder:
                 self._release(flow.budget, flow)
 
     def add_group(self, samples: Sequence[Sample]) -> None:
-        """Queue the samples of a group that was accepted, or what is left of it after a restart."""
+        """Queue the samples of an accepted group, or the remaining ones after a restart."""
         first = samples[0]
         flow = self._flows[_key(first.rollout)]
         flow.line.add_group(samples)
         self._offer(flow)
 
     def add_again(self, sample: Sample) -> None:
-        """Queue a sample that a worker had before: ahead of its flow, behind earlier ones of this kind."""
+        """Queue a sample that was dispatched before, ahead of its flow's new samples."""
         flow = self._flows[_key(sample.rollout)]
         flow.line.add_again(sample)
         self._offer(flow)
 
     def discard(self, sample: Sample) -> None:
-        """Take a sample out of its turn, if it is queued here."""
+        """Remove a sample if it is queued here."""
         self._flows[_key(sample.rollout)].line.remove(sample)
 
     def next(self, versions: FleetVersions, try_to_place: TryToPlace, later: set[str]) -> Placed | None:
-        """Take out the next sample that its limits admit and `try_to_place` grants a lease; None if there is none.
+        """Remove and return the next sample that its limits admit and `try_to_place` grants a lease; None if there
+        is no such sample.
 
-        The keys of groups that got `NoPlace.LATER` are added to `later`; groups in it are passed by.
+        Groups that got `NoPlace.LATER` are added to `later`, and groups in it are skipped.
         """
         for turn in sorted(self._heaps, key=lambda turn: (turn[0], self._users.pass_of(turn[1]))):
             if not self._has_place(turn[1]):
@@ -291,7 +291,7 @@ class DispatchOrder:
     def _next_of(
         self, turn: _UserTurn, versions: FleetVersions, try_to_place: TryToPlace, later: set[str]
     ) -> tuple[Placed | None, bool]:
-        """Take out the next sample of a user; the flag: nothing at all may begin."""
+        """Remove and return a user's next sample. The flag is True if no sample of any user may start."""
         heap, passed = self._heaps[turn], list[tuple[float, int, _Flow]]()
         found, is_full = None, False
         while heap and found is None and not is_full:
@@ -321,7 +321,7 @@ class DispatchOrder:
         return (most is None or self._running[user] < most) and self._users.has_tokens(user)
 
     def admits(self, sample: Sample, versions: FleetVersions) -> bool:
-        """Tell if a sample's limits would let it run now, whatever its turn."""
+        """Return True if a sample's limits admit it now, regardless of its position."""
         flow = self._flows[_key(sample.rollout)]
         return flow.admits(versions) and self._has_place(self._users.name_of(flow.terms.owner))
 
@@ -331,7 +331,7 @@ class DispatchOrder:
         self._running[self._users.name_of(sample.rollout.terms.owner)] += 1
 
     def ended(self, sample: Sample) -> None:
-        """Count a sample as running no more, and offer again the flows that its place or budget held back."""
+        """Stop counting a sample as running, and requeue the flows that its slot or budget held back."""
         flow = self._flows[_key(sample.rollout)]
         flow.num_running -= 1
         self._running[self._users.name_of(flow.terms.owner)] -= 1
@@ -340,16 +340,14 @@ class DispatchOrder:
             self._release(flow.budget)
 
     def versions_changed(self) -> None:
-        """Offer again the flows that staleness limits held back."""
+        """Requeue the flows that staleness limits held back."""
         for budget in list(self._held):
             self._release(budget)
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yield everything queued, in no order."""
+        """Yield all queued samples, in no particular order."""
         for flow in self._flows.values():
             yield from flow.line
-
-    # --- inside ---
 
     def _release(self, budget: StalenessBudget, without: _Flow | None = None) -> None:
         for flow in self._held.pop(budget, set()):
@@ -366,7 +364,7 @@ class DispatchOrder:
 
 
 def _place_first(line: _FlowLine, try_to_place: TryToPlace, later: set[str]) -> tuple[Placed | None, bool]:
-    """Take out the first sample of a line that gets a lease; the flag: nothing at all may begin."""
+    """Remove and return the first sample of a queue that gets a lease. The flag is True if no sample may start."""
     for num in (1, _MAX_ASIDE):
         for sample in line.heads(num):
             key = group_key(sample.assignment_id)
@@ -374,8 +372,10 @@ def _place_first(line: _FlowLine, try_to_place: TryToPlace, later: set[str]) -> 
             if not isinstance(lease, NoPlace):
                 line.remove(sample)
                 return (sample, lease), False
+            # Without free capacity nothing may overtake this sample, or long prompts would wait forever.
             if lease is NoPlace.FULL:
                 return None, True
+            # The group keeps its position; up to _MAX_ASIDE such groups may be overtaken.
             later.add(key)
     return None, False
 

@@ -1,16 +1,11 @@
-"""Leases of places on replicas, and the reports by which processes renew them.
+"""Leases of slots on replicas, and the process reports that renew them.
 
-A lease belongs to one holder (a trajectory or a session) and to the process that calls under it. Any report of a
-process renews all its leases. A holder that moves gets another lease; until its process uses the new one, reports
-under the old one count for it.
+A lease belongs to one holder (a trajectory or session) and to the process that calls engines with it. Any report
+of a process renews all its leases. A moved holder gets a new lease; reports with the old one count until its
+process uses the new one.
 
-A process sends one report at a time and repeats it until it is answered, so the sequence number shows repeats (they
-are ignored) and gaps. After a gap, and for an unknown process, only a report of all its leases counts. A process
-that was silent for `ttl_s` is unknown, because its leases have ended.
-
-Only the Balancer changes the table. It is synchronous; time is a parameter. Invariants: a holder has at most one
-lease; a lease id is never used twice, also after a coordinator restart; every index has exactly the current
-holdings.
+Only the Balancer changes the table. It is synchronous; callers pass the time. Invariants: a holder has at most one
+lease; lease ids are never reused, also after a coordinator restart; every index has exactly the current entries.
 """
 
 from __future__ import annotations
@@ -29,23 +24,27 @@ from agentloop.values.capabilities import NO_NEEDS, Needs
 @dataclass(slots=True)
 class _Process:
     seen_at: float
-    sequence: int = 0  # the last report's that counted
+    sequence: int = 0  # number of the last report that counted
     needs_full_report: bool = True
 
 
 class ReportDesk:
-    """The processes that report leases, by id, with the number of their last report."""
+    """Deduplicates the lease reports of processes by their sequence numbers.
+
+    A process sends one report at a time, and repeats it until it receives a response.
+    """
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._processes: dict[str, _Process] = {}
 
     def is_news(self, report: LeaseReport, now: float) -> bool:
-        """Return True if a report is new, and count it: each counts once."""
+        """Return True if a report is new, and record its number."""
         process = self._processes.setdefault(report.process_id, _Process(now))
         process.seen_at = now
         if report.sequence <= process.sequence:
             return False
+        # After a lost report, or from an unknown process, only a report with all leases restores the table.
         if report.leases is None and (process.needs_full_report or report.sequence != process.sequence + 1):
             process.needs_full_report = True
             return False
@@ -53,11 +52,11 @@ class ReportDesk:
         return True
 
     def needs_full_report(self, process_id: str) -> bool:
-        """Return True if the next report of a process must name all its leases."""
+        """Return True if the process's next report must have all its leases."""
         return process_id in self._processes and self._processes[process_id].needs_full_report
 
     def expire(self, now: float) -> None:
-        """Forget the processes that fell silent."""
+        """Remove the processes that are silent; their leases have ended."""
         silent = [name for name, process in self._processes.items() if now - process.seen_at >= self._ttl_s]
         for name in silent:
             del self._processes[name]
@@ -65,22 +64,22 @@ class ReportDesk:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request for a lease on a replica, for one trajectory or session (`holder_id`)."""
+    """A request for a lease, for the trajectory or session `holder_id`."""
 
     holder_id: str
-    process_id: str = ""  # of the worker or ingress that calls under the lease; empty: silence does not end it
-    group_id: str = ""  # siblings have one in common; empty: it has none
+    process_id: str = ""  # the worker or ingress that uses the lease; empty: silence does not end it
+    group_id: str = ""  # shared by the samples of a group; empty: no group
     num_prompt_tokens: int = 0
     group_size: int = 1
     is_session: bool = False
-    expires_at: float | None = None  # its end, unless its process has said before that it holds it
-    needs: Needs = NO_NEEDS  # of an engine, as far as is known: what a turn has needed it may need again
-    prefixes: tuple[Prefix, ...] = ()  # of its prompt, the longest first
+    expires_at: float | None = None  # when it ends unless its process reports it before
+    needs: Needs = NO_NEEDS  # the known needs; an earlier turn's needs hold for later turns
+    prefixes: tuple[Prefix, ...] = ()  # the prompt's prefixes, longest first
 
     def shared_prefixes(self, num_prompt_tokens: float) -> tuple[tuple[str, float], ...]:
-        """Return the key and the length of each beginning that its prompt may share, the longest first.
+        """Return the key and length of each prefix that its prompt may share, longest first.
 
-        Engines share KV within one adapter. The samples of a group have their whole prompt in common.
+        Engines share KV only within one adapter. The samples of a group share their whole prompt.
         """
         is_in_group = self.group_size > 1 and self.group_id
         whole = ((self.group_id, num_prompt_tokens),) if is_in_group else ()
@@ -88,7 +87,7 @@ class Demand:
         return tuple((f"{self.needs.adapter} {key}", num_tokens) for key, num_tokens in (*whole, *prefixes))
 
     def shared_parts(self, num_prompt_tokens: float) -> Iterator[tuple[str, float]]:
-        """Yield the key and the tokens of each part of its prompt that an engine keeps once, in their order."""
+        """Yield the key and length of each part of the prompt that an engine stores once, in prompt order."""
         begin = 0.0
         for key, end in reversed(self.shared_prefixes(num_prompt_tokens)):
             yield key, end - begin
@@ -97,40 +96,40 @@ class Demand:
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """One holder's lease, and what is known of its trajectory."""
+    """A lease entry: the lease of one holder, and the KV accounting of its trajectory."""
 
     demand: Demand
     lease: Lease
-    prompt_tokens: float = 0.0  # of its first turn; the demand's until that has ended
-    context_tokens: float = 0.0  # at the end of its last turn
-    counted_tokens: float = 0.0  # in its replica's book
-    counted_parts: tuple[str, ...] = ()  # keys of the prompt parts counted once for all holders
-    num_turns: int = 0  # that have ended
-    idle_since: float | None = None  # the end of its last turn, while its tools run
-    is_counted: bool = True  # not so once its replica was dropped
-    is_warm: bool = False  # its last turn ran where its lease is now, and nothing was flushed since
-    is_flushed: bool = False  # an update took its KV, and its next turn computes that again
-    is_kept: bool = True  # its KV counts in its replica's book
-    must_ask: bool = False  # its process was told to ask before the next turn
-    earlier: tuple[str, ...] = ()  # leases that its process may still use
+    prompt_tokens: float = 0.0  # prompt of its first turn; estimated until that has ended
+    context_tokens: float = 0.0  # context at the end of its last turn
+    counted_tokens: float = 0.0  # its tokens in the replica's account
+    counted_parts: tuple[str, ...] = ()  # keys of the prompt parts that are counted once for all holders
+    num_turns: int = 0  # finished turns
+    idle_since: float | None = None  # end of its last turn, while its tools run
+    is_counted: bool = True  # False after its replica was removed
+    is_warm: bool = False  # its last turn ran on its lease's replica, and no flush followed
+    is_flushed: bool = False  # an update flushed its KV, so the next turn computes it again
+    is_kept: bool = True  # its KV reservation counts
+    must_ask: bool = False  # its process must ask before the next turn
+    earlier: tuple[str, ...] = ()  # earlier lease ids that its process may still use
 
     @property
     def num_tokens(self) -> float:
-        """The tokens of its KV, as far as is known."""
+        """The known tokens of its KV."""
         return max(self.context_tokens, self.prompt_tokens)
 
 
 class LeaseTable:
-    """All holdings, by holder, lease, process and replica."""
+    """All lease entries, with indexes by holder, lease, process and replica."""
 
     def __init__(self) -> None:
         self._by_holder: dict[str, Holding] = {}
         self._by_lease: dict[str, Holding] = {}
         self._by_process: dict[str, set[Holding]] = {}
         self._by_replica: dict[str, set[Holding]] = {}
-        self._ordered: dict[str, set[Holding]] = {}  # by process: those with orders that it has not followed yet
-        self._ending: set[Holding] = set()  # those with an `expires_at`
-        self._seen_at: dict[str, float] = {}  # the last sign of life of each process that has leases
+        self._ordered: dict[str, set[Holding]] = {}  # process -> entries with orders that it has not followed
+        self._ending: set[Holding] = set()  # entries with `expires_at`
+        self._seen_at: dict[str, float] = {}  # process with leases -> time of its last report
         self._num_granted = 0
         self._prefix = uuid4().hex[:12]
 
@@ -145,37 +144,37 @@ class LeaseTable:
         return self._by_holder
 
     def of_holder(self, holder_id: str) -> Holding | None:
-        """Return the holding of a trajectory or a session."""
+        """Return the entry of a trajectory or session."""
         return self._by_holder.get(holder_id)
 
     def of_lease(self, lease_id: str) -> Holding | None:
-        """Return the holding of a lease, also of an earlier one that its process may still use."""
+        """Return the entry of a lease, also of an earlier one that its process may still use."""
         return self._by_lease.get(lease_id)
 
     def of_process(self, process_id: str) -> tuple[Holding, ...]:
-        """Return the holdings that a process calls under."""
+        """Return the entries of a process."""
         return tuple(self._by_process.get(process_id, ()))
 
     def on_replica(self, replica_id: str) -> tuple[Holding, ...]:
-        """Return the holdings on a replica, uncounted ones too."""
+        """Return the entries on a replica, also those that do not count."""
         return tuple(self._by_replica.get(replica_id, ()))
 
     def grant(self, replica: ReplicaRecord) -> Lease:
-        """Return a lease of a new id on a replica."""
+        """Return a lease with a new id on a replica."""
         self._num_granted += 1
         info = replica.registration.info
         lease_id = f"{self._prefix}-{self._num_granted}"
         return Lease(lease_id, replica.replica_id, replica.url, info.name, info.can, info.quantization)
 
     def hold(self, holding: Holding, now: float) -> None:
-        """Enter a holding; its holder must have none."""
+        """Add an entry for a holder without one."""
         self._by_holder[holding.demand.holder_id] = holding
         self._by_lease[holding.lease.lease_id] = holding
         self._by_replica.setdefault(holding.lease.replica_id, set()).add(holding)
         self._join_process(holding, now)
 
     def drop(self, holding: Holding) -> None:
-        """Take a holding out."""
+        """Remove an entry."""
         self.obeyed(holding)
         del self._by_holder[holding.demand.holder_id]
         del self._by_lease[holding.lease.lease_id]
@@ -183,14 +182,14 @@ class LeaseTable:
         self._leave_process(holding)
 
     def ask_again(self, holding: Holding, demand: Demand, now: float) -> None:
-        """Note that a holder has asked again, perhaps from another process, or for longer."""
+        """Update the demand of a holder that asked again, perhaps from another process or with a later end."""
         self.obeyed(holding)
         self._leave_process(holding)
         holding.demand = demand
         self._join_process(holding, now)
 
     def change(self, holding: Holding, lease: Lease, *, is_told: bool) -> None:
-        """Give a holder another lease. Unless an answer tells its process (`is_told`), an order does (`orders`)."""
+        """Replace a holder's lease. Without `is_told` its process receives an order (`orders`)."""
         if is_told:
             self.obeyed(holding)
             del self._by_lease[holding.lease.lease_id]
@@ -204,12 +203,12 @@ class LeaseTable:
             self._ordered.setdefault(holding.demand.process_id, set()).add(holding)
 
     def have_ask(self, holding: Holding) -> None:
-        """Order a holder's process to ask before the next turn."""
+        """Order the holder's process to ask before the next turn."""
         holding.must_ask = True
         self._ordered.setdefault(holding.demand.process_id, set()).add(holding)
 
     def obeyed(self, holding: Holding) -> None:
-        """Note that a holder's process follows its last order."""
+        """Record that the holder's process has followed its last order."""
         for lease_id in holding.earlier:
             del self._by_lease[lease_id]
         holding.earlier = ()
@@ -221,7 +220,8 @@ class LeaseTable:
                 del self._ordered[holding.demand.process_id]
 
     def orders(self, process_id: str) -> tuple[tuple[str, Lease | None], ...]:
-        """Return the orders that a process may not have heard: lease id -> the lease to use, or None: ask."""
+        """Return the orders that a process may not have received: lease id -> the new lease, or None to ask
+        first."""
         found: list[tuple[str, Lease | None]] = []
         for holding in self._ordered.get(process_id, ()):
             lease = None if holding.must_ask else holding.lease
@@ -231,7 +231,7 @@ class LeaseTable:
         return tuple(found)
 
     def heard(self, holding: Holding, process_id: str, now: float) -> bool:
-        """Note that a process holds this lease. False: the lease is another process's."""
+        """Record that a process reported the lease. Returns False if another process has it."""
         if holding.demand.process_id not in ("", process_id):
             return False
         if holding.demand.process_id != process_id or holding.demand.expires_at is not None:
@@ -239,28 +239,30 @@ class LeaseTable:
         return True
 
     def renew(self, process_id: str, now: float) -> None:
-        """Note a sign of life of a process, if it has leases."""
+        """Record a report of a process, if it has leases."""
         if process_id in self._by_process:
             self._seen_at[process_id] = now
 
     def expired(self, now: float, ttl_s: float) -> tuple[Holding, ...]:
-        """Return the holdings whose time is over, and those of processes that were silent for `ttl_s`."""
+        """Return the entries that have expired, and those of processes without a report for `ttl_s`."""
         silent = [name for name, seen_at in self._seen_at.items() if name and now - seen_at >= ttl_s]
         over = {holding for name in silent for holding in self._by_process[name]}
         return (*over, *(one for one in self._ending - over if _ends_at(one) <= now))
 
     def check(self) -> None:
-        """Raise InvariantBroken unless all indexes have the same holdings."""
+        """Raise InvariantBroken unless all indexes have the same entries."""
         held = set(self._by_holder.values())
         by_process = [one for members in self._by_process.values() for one in members]
         by_replica = [one for members in self._by_replica.values() for one in members]
         num_leases = sum(1 + len(one.earlier) for one in held)
         if not len(held) == len(by_process) == len(by_replica) or num_leases != len(self._by_lease):
-            raise InvariantBroken("a lease is missing in an index, or in it twice")
+            raise InvariantBroken("lease table invariant violated: an index misses a lease or has it twice")
         if not held == set(by_process) == set(by_replica) == set(self._by_lease.values()):
-            raise InvariantBroken("the indexes hold different leases")
+            raise InvariantBroken("lease table invariant violated: the indexes have different leases")
         if self._seen_at.keys() != self._by_process.keys():
-            raise InvariantBroken("a process has leases and no sign of life, or the other way round")
+            raise InvariantBroken(
+                "lease table invariant violated: report times differ from the processes with leases"
+            )
 
     def _join_process(self, holding: Holding, now: float) -> None:
         demand = holding.demand

@@ -1,22 +1,10 @@
-"""The KV of each replica as the balancer counts it: loads, cache hits, the fleet's share, and routed prefixes.
+"""The KV accounting of each replica: loads, cache hits, the fleet's KV share, and routed prefixes.
 
-A replica's load is the share of its KV that the holders of leases have or are promised. Reports of turns give the
-context that each holder has; a prefix that several prompts have in common counts once. Each holder is promised the
-growth of its next turns, a running mean over all trajectories. A holder that was taken off while its tool runs
-counts as a lease without KV.
+A replica's load is the share of its KV that its holders use or are expected to need. Reports of turns give each
+holder's context; a prefix that several prompts share counts once. The expected growth is a running mean over all
+trajectories. A holder whose reservation was released while its tool runs counts as a lease without KV.
 
-`KVShare` is the part of the fleet's KV that holders may have in all; 1.0 is the engines' whole KV. Engines' reports
-change it:
-
-    grow   something waits for room, and the engines' KV is partly unused: by 2 % per second
-    trim   turns computed more than 12 % of their prompt tokens again although the KV should have held them: by 8 %
-    cut    the same with more than 30 % (thrashing): by 25 %
-
-`RoutedPrefixes` remembers to which replicas prompts with an equal beginning were sent. The keys are a group's id
-and hashes of a prompt's first tokens (`api.prefixes_of`) or of a task's first message. A replica is assumed to hold
-a prefix until new weights come, or until the prefix is the least recently used of `max_prefixes`.
-
-Only the Balancer changes these objects. Invariant: a book is the sum of its holdings, each counted once.
+Only the Balancer changes these objects. Invariant: an account is the sum of its lease entries, each counted once.
 """
 
 from __future__ import annotations
@@ -32,21 +20,21 @@ from agentloop.scheduling.lease_table import Demand, Holding
 from agentloop.types import Lease
 from agentloop.values.capabilities import NO_NEEDS, Needs
 
-_NUM_REMEMBERED = 256  # turns, about
-_MIN_HIT_RATE = 0.5  # below it, most contexts of returning turns are computed again
-_MIN_TURNS = 32.0  # fewer turns give no rate
+_NUM_REMEMBERED = 256  # the number of turns that the means cover, about
+_MIN_HIT_RATE = 0.5  # below this rate, most of the returning contexts are computed again
+_MIN_TURNS = 32.0  # fewer turns give no reliable rate
 
 
 @dataclass(slots=True)
 class CacheHits:
-    """The hits on one replica."""
+    """The prefix cache hits of one replica."""
 
-    num_turns: float = 0.0  # turns that returned to their KV
-    left: float = 0.0  # tokens of their last contexts, and how many of these were found
+    num_turns: float = 0.0  # turns that returned to the replica with their KV
+    left: float = 0.0  # tokens of the contexts that earlier turns left there
     found: float = 0.0
 
     def take(self, num_left: float, num_cached: int) -> None:
-        """Count a turn that returned: the tokens that its last turn left, and those found cached."""
+        """Count a returning turn: the tokens that its last turn left, and the cached ones."""
         keep = 1 - 1 / _NUM_REMEMBERED
         self.num_turns = self.num_turns * keep + 1
         self.left = self.left * keep + num_left
@@ -54,34 +42,36 @@ class CacheHits:
 
     @property
     def rate(self) -> float | None:
-        """The share of returning contexts that was found cached; None before the first."""
+        """The cached share of returning contexts; None before the first turn."""
         return self.found / self.left if self.left else None
 
     @property
     def is_thrashing(self) -> bool:
-        """True if turns that return compute most of their contexts again."""
+        """True if returning turns compute most of their contexts again."""
         return self.num_turns >= _MIN_TURNS and self.found < _MIN_HIT_RATE * self.left
 
 
-_UNUSED = 0.85  # the fleet's KV counts as partly unused below this share
-_GROWTH = 0.02  # a second
+_UNUSED = 0.85  # use below this share of the fleet's KV lets the share grow
+_GROWTH = 0.02  # per second
 _MUCH_LOST, _SHRINKAGE = 0.12, 0.08
 _THRASHING, _CUT = 0.30, 0.25
-_WINDOW_TURNS = (
-    48  # the losses of so many turns are judged together; at least two turns of each trajectory, four after a trim
-)
+_WINDOW_TURNS = 48  # turns per decision; at least two turns of each trajectory, four after a reduction
 
 
 @dataclass(frozen=True, slots=True)
 class ShareBounds:
-    """Bounds of the share."""
+    """The bounds of the share."""
 
     least: float = 0.3
     most: float = 4.0
 
 
 class KVShare:
-    """The share, and the window of turns by which it is judged."""
+    """The part of the fleet's KV that holders may reserve; 1.0 is the engines' whole KV.
+
+    It grows while work waits and the engines' KV is partly unused. It shrinks when turns compute much of their
+    prompts again although the KV should have them, because then too many contexts compete for the KV.
+    """
 
     def __init__(self, bounds: ShareBounds) -> None:
         self._bounds = bounds
@@ -92,7 +82,7 @@ class KVShare:
         self._turns_each = 2
 
     def turn(self, prompt_tokens: float, lost_tokens: float, num_holders: int) -> None:
-        """Count a turn's prompt tokens and those computed again; judge once each holder had turns."""
+        """Count a turn's prompt tokens and the recomputed ones, and adapt the share at the end of each window."""
         self._num_turns += 1
         self._prompt_tokens += prompt_tokens
         self._lost_tokens += lost_tokens
@@ -107,7 +97,7 @@ class KVShare:
         self._num_turns, self._prompt_tokens, self._lost_tokens = 0, 0.0, 0.0
 
     def grow(self, used_tokens: float, capacity_tokens: float) -> bool:
-        """Grow if engines have unused KV. Returns true if it grew. Call about once a second, while samples wait."""
+        """Grow if engines have unused KV. Returns True if it grew. Call once a second while work waits."""
         before = self.value
         if used_tokens < _UNUSED * capacity_tokens:
             self._scale(1 + _GROWTH)
@@ -118,7 +108,11 @@ class KVShare:
 
 
 class RoutedPrefixes:
-    """The index, in order of use."""
+    """The replicas to which prompts with the same beginning were sent, in order of use.
+
+    The keys are group ids, and hashes of a prompt's first tokens (`api.prefixes_of`) or of a task's first message.
+    A replica is assumed to have a prefix until new weights arrive or `max_prefixes` others were used later.
+    """
 
     def __init__(self, max_prefixes: int = 32768) -> None:
         self._max_prefixes = max_prefixes
@@ -133,36 +127,36 @@ class RoutedPrefixes:
             self._replicas.popitem(last=False)
 
     def replicas(self, key: str) -> Iterable[str]:
-        """Return the replicas that a prefix went to."""
+        """Return the replicas that received a prefix."""
         return self._replicas.get(key, ())
 
     def forget(self, replica_id: str) -> None:
-        """Drop a replica that is lost, or whose KV is."""
+        """Remove a replica that is lost or whose KV is lost."""
         for key in [key for key, replicas in self._replicas.items() if replica_id in replicas]:
             self._replicas[key].discard(replica_id)
             if not self._replicas[key]:
                 del self._replicas[key]
 
     def clear(self, adapter: str) -> None:
-        """Forget the prefixes under an adapter, or with "" all: no engine holds KV that new prompts share."""
+        """Remove the prefixes of an adapter, or all for "", because no engine has KV that new prompts can share."""
         for key in [key for key in self._replicas if not adapter or key.startswith(f"{adapter} ")]:
             del self._replicas[key]
 
 
-_GROWTH_TURNS = 4.0  # that each holder is promised room for
-_NUM_AVERAGED = 1024  # trajectories, by their running mean
-_NUM_TURNS_AVERAGED = 128  # few: 64 holders have them in half a minute, and the estimate follows a new load
-_NUM_PRIOR = 4  # turns and trajectories that the values before the first are worth
+_GROWTH_TURNS = 4.0  # turns of growth that are reserved for each holder
+_NUM_AVERAGED = 1024  # number of trajectories in the running mean
+_NUM_TURNS_AVERAGED = 128  # few, so that the mean follows a new load: 64 holders have them in half a minute
+_NUM_PRIOR = 4  # weight of the initial values, in turns or trajectories
 _USUAL_TURN_TOKENS = 800.0
 
-LoadOrder: TypeAlias = tuple[float, int, int]  # load, leases, number of the last placement: the least is next
+LoadOrder: TypeAlias = tuple[float, int, int]  # load, leases, number of the last placement; the lowest is next
 
 
 @dataclass(slots=True)
 class Promise:
-    """The growth that is promised to each holder: of some turns, or of a whole trajectory if that is less."""
+    """The expected growth that is reserved for each holder: some turns, or the whole trajectory if that is less."""
 
-    _growth_tokens: float  # of a whole trajectory; given for the first ones
+    _growth_tokens: float  # mean growth of a trajectory; the initial value is configured
     _turn_tokens: float = _USUAL_TURN_TOKENS
     _num_turns: int = 0
     _num_ended: int = 0
@@ -176,19 +170,19 @@ class Promise:
         return self.tokens / _GROWTH_TURNS
 
     def turn(self, num_tokens: float) -> None:
-        """Learn from a turn that grew a context by so many tokens."""
+        """Update the mean with a turn that grew a context by `num_tokens`."""
         self._num_turns = min(self._num_turns + 1, _NUM_TURNS_AVERAGED)
         self._turn_tokens += (num_tokens - self._turn_tokens) / (self._num_turns + _NUM_PRIOR)
 
     def end(self, num_tokens: float) -> None:
-        """Learn from a trajectory that ended by itself after it grew by so many tokens."""
+        """Update the mean with a completed trajectory that grew by `num_tokens`."""
         self._num_ended = min(self._num_ended + 1, _NUM_AVERAGED)
         self._growth_tokens += (num_tokens - self._growth_tokens) / (self._num_ended + _NUM_PRIOR)
 
 
 @dataclass(slots=True)
 class _SharedPart:
-    """A part of prompts that several holders on a replica may have, and their number."""
+    """A part of prompts that holders on one replica share, and their number."""
 
     num_holders: int
     num_tokens: float
@@ -196,10 +190,10 @@ class _SharedPart:
 
 @dataclass(slots=True, eq=False)
 class ReplicaBook:
-    """The holdings counted on one replica, and the holders that wait for room there."""
+    """The lease entries on one replica, and the holders that wait for capacity there."""
 
     num_leases: int = 0
-    num_kept: int = 0  # of them, whose KV counts
+    num_kept: int = 0  # leases whose KV counts
     own_tokens: float = 0.0
     shared_tokens: float = 0.0
     shared: dict[str, _SharedPart] = field(default_factory=dict)
@@ -212,7 +206,7 @@ class ReplicaBook:
         return self.own_tokens + self.shared_tokens
 
     def add(self, holding: Holding) -> None:
-        """Count a holding, with its KV unless it was let go of."""
+        """Add an entry, with its KV unless its reservation was released."""
         self.num_leases += 1
         if not holding.is_kept:
             return
@@ -228,7 +222,7 @@ class ReplicaBook:
         self.own_tokens += holding.counted_tokens
 
     def remove(self, holding: Holding) -> None:
-        """Take a holding out, as it was added."""
+        """Remove an entry as it was added."""
         self.num_leases -= 1
         if not holding.is_kept:
             return
@@ -240,27 +234,27 @@ class ReplicaBook:
             if part.num_holders == 0:
                 self.shared_tokens -= part.num_tokens
                 del self.shared[key]
-        if self.num_kept == 0:  # the sums of floats must not drift
+        if self.num_kept == 0:  # rounding errors of float sums must not accumulate
             self.own_tokens = self.shared_tokens = 0.0
 
 
 class ReplicaBooks:
-    """The books of all replicas, and the choice among those that take traffic."""
+    """The accounts of all replicas, and the choice of a replica."""
 
     def __init__(self, fleet: Fleet, usual_growth_tokens: float) -> None:
         self._fleet = fleet
-        self._num_changes_seen = -1  # of the fleet's
+        self._num_changes_seen = -1  # the fleet's change count at the last refresh
         self._placeable: dict[str, ReplicaRecord] = {}
         self._books: dict[str, ReplicaBook] = {}
         self._num_placed = 0
         self.promise = Promise(usual_growth_tokens)
 
     def book(self, replica_id: str) -> ReplicaBook:
-        """Return the leases and KV that are counted on a replica; made at the first use."""
+        """Return a replica's account; created at the first use."""
         return self._books.setdefault(replica_id, ReplicaBook())
 
     def forget(self, replica_id: str) -> None:
-        """Drop the book of a replica on which no lease is counted any more."""
+        """Remove the account of a replica without leases."""
         self._books.pop(replica_id, None)
 
     @property
@@ -272,7 +266,7 @@ class ReplicaBooks:
         return self._placeable
 
     def suits(self, replica_id: str, needs: Needs) -> bool:
-        """Tell if a replica takes traffic and can serve these needs."""
+        """Return True if a replica takes traffic and meets the needs."""
         replica = self.placeable.get(replica_id)
         return replica is not None and (
             needs is NO_NEEDS
@@ -283,13 +277,13 @@ class ReplicaBooks:
         )
 
     def takes_traffic(self, lease: Lease, needs: Needs = NO_NEEDS) -> bool:
-        """Tell if a lease's replica suits, and is the same process as when the lease was granted."""
+        """Return True if the lease's replica meets the needs and is still the process that the lease names."""
         return self.suits(lease.replica_id, needs) and self.placeable[lease.replica_id].url == lease.url
 
     def needing(self, demand: Demand, needs: Needs) -> Demand:
-        """Return a demand with its new needs, and its holder's earlier ones if one engine can serve all.
+        """Return a demand with the new needs, joined with the earlier ones if one engine meets both.
 
-        Raises UnsupportedParameter if no engine can serve the new ones.
+        Raises UnsupportedParameter if no engine meets the new ones.
         """
         joined = demand.needs.joined(needs)
         if joined is demand.needs:
@@ -299,40 +293,42 @@ class ReplicaBooks:
             joined = needs
         return replace(demand, needs=joined)
 
-    # --- the choice ---
+    # Choice of a replica
 
     def load(self, replica_id: str) -> float:
-        """Return the share of a replica's KV that its holders have and are promised."""
+        """Return the share of a replica's KV that its holders use or are expected to need."""
         return self._order()(replica_id)[0]
 
     def least(self, without: str | None = None, needs: Needs = NO_NEEDS) -> str:
-        """Return the least loaded replica that suits, but for `without` if there is another.
+        """Return the least loaded replica that meets the needs; `without` only if there is no other.
 
-        Raises NoHealthyReplica if none takes traffic, and UnsupportedParameter if the fleet has none that suits.
+        Raises NoHealthyReplica if none takes traffic, and UnsupportedParameter if no engine of the fleet meets the
+        needs.
         """
         suiting: Collection[str] = self.placeable
         if needs is not NO_NEEDS:
             suiting = [name for name in suiting if self.suits(name, needs)]
         if not suiting:
             self._fleet.check_needs(needs)
-            which = "that can serve this " if self.placeable else ""
+            which = "that meets the request's needs " if self.placeable else ""
             raise NoHealthyReplica(f"no replica {which}takes traffic now")
         if without in suiting and len(suiting) > 1:
             suiting = [name for name in suiting if name != without]
         return min(suiting, key=self._order())
 
     def by_load(self, replica_ids: Iterable[str], needs: Needs) -> list[str]:
-        """Return those of the replicas that suit, the least loaded first."""
+        """Return the replicas of `replica_ids` that meet the needs, least loaded first."""
         return sorted((name for name in replica_ids if self.suits(name, needs)), key=self._order())
 
     def fits(self, replica_id: str, demand: Demand, num_tokens: float, share: float) -> bool:
-        """Return True if a replica has room for a holder with `num_tokens` of KV, after the holders waiting there.
+        """Return True if a replica has capacity for a holder with `num_tokens` of KV.
 
-        The contexts of holders, each with its next turn, are within the capacity that the engine reported; with all
-        promised growth they are within `share` of that. An empty replica has room for any holder, and one that does
+        The contexts of all holders, each with its next turn, must fit into the engine's KV capacity, and their
+        expected growth into `share` of it. An empty replica has capacity for any holder, and a replica that does
         not report its KV for all.
         """
         book, replica = self.book(replica_id), self.placeable[replica_id]
+        # Holders that wait for this replica go first, so that a large context is not overtaken forever.
         if book.line and next(iter(book.line)) != demand.holder_id:
             return False
         if book.num_kept == 0 or replica.registration.info.kv_capacity_tokens <= 0:
@@ -351,13 +347,13 @@ class ReplicaBooks:
         return book.held_tokens + book.num_kept * self.promise.next_turn_tokens > replica.capacity_tokens
 
     def placed(self, replica_id: str) -> ReplicaRecord:
-        """Note that a lease on a replica is granted, so that equal replicas take turns. Returns the replica."""
+        """Record a placement, so that equally loaded replicas take turns. Returns the replica."""
         self._num_placed += 1
         self.book(replica_id).placed_at = self._num_placed
         return self.placeable[replica_id]
 
     def check(self, counted: Iterable[Holding]) -> None:
-        """Raise InvariantBroken unless the books have exactly these holdings."""
+        """Raise InvariantBroken unless the accounts have exactly these entries."""
         expected: dict[str, ReplicaBook] = {}
         for holding in counted:
             book = expected.setdefault(holding.lease.replica_id, ReplicaBook())
@@ -371,10 +367,10 @@ class ReplicaBooks:
             members = [{key: one.num_holders for key, one in book.shared.items()} for book in (found, wanted)]
             is_right = found.num_leases == wanted.num_leases and found.num_kept == wanted.num_kept
             if not is_right or members[0] != members[1] or abs(found.own_tokens - wanted.own_tokens) > 1.0:
-                raise InvariantBroken(f"the book of replica {name} is not what its leases add up to")
+                raise InvariantBroken(f"the KV account of replica {name} differs from the sum of its leases")
 
     def _order(self) -> Callable[[str], LoadOrder]:
-        """Return the key of replicas by load. It looks at all of them: about 0.5 µs each."""
+        """Return a sort key of replicas by load. Reads all replicas, about 0.5 µs each."""
         books, placeable, promised = self._books, self.placeable, self.promise.tokens
         empty = ReplicaBook()
 

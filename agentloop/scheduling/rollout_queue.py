@@ -1,25 +1,13 @@
-"""The rollout queue: every accepted sample, until its terminal record is stored.
+"""The rollout queue: every accepted sample until its terminal record is durable.
 
-Ownership: one object, in the coordinator's event loop, synchronous; time is passed in. Invariant, proven by
-`check`: every accepted (group, sample) is in exactly one of
+    QUEUED ──► RUNNING ──► FINISHED        RUNNING ──► QUEUED  lost or dropped, with attempts left
+       └──────────────────────▲            QUEUED ──► FINISHED a worker that was declared lost finished it
+                                           RUNNING ──► RUNNING a worker that was declared lost has more of it
 
-    QUEUED ──► RUNNING ──► FINISHED        RUNNING ──► QUEUED  lost or dropped, and attempts are left
-       └──────────────────────▲            QUEUED ──► FINISHED a worker given up for lost came back with it
-                                           RUNNING ──► RUNNING such a worker has more of it than the one after it
-
-A sample that no worker can finish any more (cancelled while queued, or out of attempts) is RUNNING at the
-coordinator itself, which owes it a record: see `pending_records`. Nothing is FINISHED before its record is durable.
-
-A group that keeps fewer samples than it has is full with the first so many whose complete records are durable: the
-others are cancelled. No more than these become complete records: each claims a place before it is stored.
-
-Bound: `max_queued` samples and `max_queued_bytes` of their tasks wait; a client whose work does not fit gets
-Overloaded and waits outside. `DispatchOrder` says which sample goes out next. What a dead worker ran is not queued
-there but in `SuspectTrials`: only a sample that shared its workers' deaths time and again is given up for them.
-
-A worker's silence costs an attempt only until the worker is heard again. If the sample went to another worker
-meanwhile, the one that has sampled more tokens of it keeps it, the later one if they are equal: fewer tokens are
-sampled twice. The other is told to cancel.
+One synchronous object in the coordinator's event loop; callers pass the time. Invariant, verified by `check`:
+every accepted (group, sample) is in exactly one state. A sample that no worker can finish (cancelled while queued,
+or without attempts) is RUNNING at the coordinator, which writes its record (`pending_records`). A sample is
+FINISHED only after its record is durable. At most `max_queued` samples and `max_queued_bytes` of their tasks wait.
 """
 
 from __future__ import annotations
@@ -47,16 +35,17 @@ from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 from agentloop.scheduling.suspect_trials import SuspectTrials, is_trial
 from agentloop.types import Lease, LossCause, RolloutGroup, StopReason
 
-_MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too
+_MOST_SHARED = 4  # in units of `max_attempts`: deaths shared with other samples after which a sample also fails
 
-COORDINATOR = ""  # the worker id under which the coordinator holds samples whose record it writes itself
+COORDINATOR = ""  # the worker id of samples whose record the coordinator writes
 
 
 @dataclass(slots=True, eq=False)
 class _WorkerSamples:
     running: dict[str, Sample] = field(default_factory=dict)
-    strays: set[str] = field(default_factory=set)  # it runs them, but they are not, or no longer, its own
-    ordered: set[str] = field(default_factory=set)  # cancellations it was already told
+    # Samples that it runs although they belong to another worker or to none
+    strays: set[str] = field(default_factory=set)
+    ordered: set[str] = field(default_factory=set)  # cancellations that were sent to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,7 @@ class _Reservation:
 
 
 class RolloutQueue:
-    """The samples that lack records: their groups, their workers, and what each rollout still needs."""
+    """The samples without a record: their groups, their workers, and the counts of each rollout."""
 
     def __init__(
         self,
@@ -84,17 +73,17 @@ class RolloutQueue:
         self._missing_after_s = missing_after_s
         self._rollouts: dict[str, LiveRollout] = {}
         self._reserved: dict[str, _Reservation] = {}
-        self._live: dict[str, Sample] = {}  # queued or running
+        self._live: dict[str, Sample] = {}  # the queued and running samples
         self._users = users or UserTurns()
         self._order = DispatchOrder(self._users)
         self._suspects = SuspectTrials()
-        self._num_bytes = 0  # of the tasks that lack records
+        self._num_bytes = 0  # bytes of the tasks without records
         self._budgets = StalenessBudgets()
         self._versions, self._now = FleetVersions(), 0.0  # as of the last `set_versions`
         self._workers: dict[str, _WorkerSamples] = {COORDINATOR: _WorkerSamples()}
         self._done: deque[RolloutStatus] = deque(maxlen=64)
 
-    # --- accepting ---
+    # Accepting work
 
     def reserve(
         self,
@@ -103,40 +92,48 @@ class RolloutQueue:
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
         lengths: Sequence[int] = (),
     ) -> None:
-        """Hold room and the id for work that is not durable yet; `add` or `unreserve` follows.
+        """Reserve capacity and the id for a rollout that is not durable yet. Call `add` or `unreserve` afterwards.
 
-        `lengths` are the encoded groups', where known. Raises InvalidRequest (a bad id or limit, no groups, a group
-        twice, no samples), Conflict (the rollout is live) or Overloaded, and then changes nothing.
+        `lengths` are the sizes of the encoded groups, if known. Raises InvalidRequest (invalid id, limit or
+        groups), Conflict (the rollout is live) or Overloaded (the client retries later), without a change.
         """
         if not rollout_id or "/" in rollout_id:
-            raise InvalidRequest("a rollout id is not empty and holds no slash", param="rollout_id")
+            raise InvalidRequest(
+                "invalid rollout id {rollout_id!r}: it must not be empty or contain '/'", param="rollout_id"
+            )
         group_ids = {group.group_id for group in groups}
         if not groups or any(group.num_samples < 1 for group in groups):
-            raise InvalidRequest("a rollout needs at least one group, and a group one sample", param="groups")
+            raise InvalidRequest(
+                "a rollout needs at least one group, and each group at least one sample", param="groups"
+            )
         if len(group_ids) != len(groups):
-            raise InvalidRequest("a group id occurs twice", param="groups")
+            raise InvalidRequest("group ids of a rollout must be unique", param="groups")
         if any(group.keep is not None and not 1 <= group.keep <= group.num_samples for group in groups):
-            raise InvalidRequest("a group keeps at least one sample, and no more than it has", param="keep")
+            raise InvalidRequest("'keep' must be between 1 and the group's num_samples", param="keep")
         self._budgets.check(rollout_id, groups, terms.adapter)
         if rollout_id in self._rollouts or rollout_id in self._reserved:
-            raise Conflict(f"rollout {rollout_id} is already running", param="rollout_id")
+            raise Conflict(f"rollout {rollout_id} already exists and is not finished", param="rollout_id")
         reserved = self._reserved.values()
         num_waiting = self.num_queued + sum(g.num_samples for one in reserved for g in one.groups)
         num_new, most = sum(group.num_samples for group in groups), self._max_queued
         if num_waiting + num_new > most:
-            raise Overloaded(f"no room for {num_new} more trajectories: {num_waiting} wait, of at most {most}")
+            raise Overloaded(
+                f"the queue has {num_waiting} of at most {most} trajectories, cannot add {num_new}: retry later"
+            )
         num_bytes = self._num_bytes + sum(sum(one.sizes) for one in reserved)
         sizes = task_sizes(groups, lengths)
         if num_bytes > 0 and num_bytes + sum(sizes) > self._max_queued_bytes:
-            raise Overloaded(f"unfinished tasks take {num_bytes} bytes, of at most {self._max_queued_bytes}")
+            raise Overloaded(
+                f"unfinished tasks take {num_bytes} of at most {self._max_queued_bytes} bytes: retry later"
+            )
         self._reserved[rollout_id] = _Reservation(groups, terms, sizes)
 
     def unreserve(self, rollout_id: str) -> None:
-        """Give up a reservation. Idempotent."""
+        """Cancel a reservation. Idempotent."""
         self._reserved.pop(rollout_id, None)
 
     def add(self, rollout_id: str, now: float) -> None:
-        """Queue what was reserved under this id, in its order."""
+        """Queue the reserved work of a rollout, in its order."""
         one = self._reserved.pop(rollout_id)
         self.restore(
             rollout_id,
@@ -160,10 +157,10 @@ class RolloutQueue:
         is_restored: bool = True,
         sizes: Sequence[int] = (),
     ) -> None:
-        """Queue the work that an earlier process accepted and did not finish, past the bounds.
+        """Queue work that an earlier coordinator accepted and did not finish, without the limits.
 
-        `num_trained` of the finished ones can be trained on, the first under `first_version`; `num_complete` counts
-        the complete ones of groups that keep fewer than they have. `sizes` are of their tasks.
+        `num_trained` finished trajectories can be trained on, the first with `first_version`. `num_complete`
+        counts the complete samples of groups with `keep`. `sizes` are the sizes of the tasks in bytes.
         """
         work = list(work)
         sizes = sizes or task_sizes([group for group, _ in work])
@@ -199,10 +196,10 @@ class RolloutQueue:
             if one.is_full:
                 self._drop(samples)
 
-    # --- workers ---
+    # Workers
 
     def set_versions(self, versions: FleetVersions, now: float) -> None:
-        """Measure staleness against what the fleet serves, and against what is coming."""
+        """Set the versions that staleness is measured against."""
         self._now = now
         self._budgets.learn(versions)
         if versions != self._versions:
@@ -210,9 +207,11 @@ class RolloutQueue:
             self._order.versions_changed()
 
     def take(self, worker_id: str, num_free: int, now: float, try_to_place: TryToPlace) -> tuple[Placed, ...]:
-        """Give a worker with `num_free` free places its next samples: suspects that it may try, then the others.
-        `try_to_place` is called with each sample whose turn it is. With a lease the sample runs at the worker, and
-        both are returned; with a `NoPlace` it stays queued."""
+        """Dispatch the next samples to a worker with `num_free` free slots: suspects that it may run, then others.
+
+        `try_to_place` is called with each sample. If it grants a lease, the sample runs at the worker and both are
+        returned; with a `NoPlace` it stays queued.
+        """
         running = self._workers.setdefault(worker_id, _WorkerSamples()).running.values()
         placed = self._suspects.take(
             running, num_free, now, lambda sample: self._place_suspect(sample, worker_id, now, try_to_place)
@@ -231,11 +230,10 @@ class RolloutQueue:
     def report(
         self, worker_id: str, running: Iterable[str], now: float, num_sampled: Sequence[int] = ()
     ) -> tuple[str, ...]:
-        """Compare a worker's list of samples with ours. Returns the ids taken from the worker, whose leases end.
+        """Reconcile a worker's list of samples with ours. Returns the ids taken from the worker, whose leases end.
 
-        The worker adopts samples of which no other has more (`adopt`). Samples that it does not name for a while
-        are lost: the answer that handed them out never arrived. It is told to cancel what is not its own.
-        `num_sampled` has the tokens of each; without it, no worker is ahead of another.
+        The worker keeps samples of which no other worker has more tokens (`adopt`), and is ordered to cancel the
+        rest. `num_sampled` has the tokens of each sample; without it no worker is ahead.
         """
         reported = dict(zip(running, num_sampled, strict=True)) if num_sampled else dict.fromkeys(running, 0)
         self.adopt(worker_id, reported, now)
@@ -248,17 +246,20 @@ class RolloutQueue:
                 sample.num_sampled = reported[sample.assignment_id]
             elif sample.missing_since is None:
                 sample.missing_since = now
+            # The response that dispatched the sample never reached the worker.
             elif now - sample.missing_since >= self._missing_after_s:
                 lost.append(sample)
         for sample in lost:
             sample.silent[worker_id] = Silence(sample.attempt, sample.begun_at, num_failed=1)
-            self._fail(sample, f"worker {worker_id} does not know of it")
+            self._fail(sample, f"worker {worker_id} did not receive it")
         return tuple(sample.assignment_id for sample in lost)
 
     def adopt(self, worker_id: str, running: Mapping[str, int], now: float) -> None:
-        """Give a worker samples that it runs already, with the tokens that it has of each. After a restart of the
-        coordinator these are queued ones. A worker that was given up for lost and is heard again gets back also
-        those of which the worker after it has fewer tokens: its silence costs no attempt."""
+        """Assign samples to a worker that already runs them. `running` maps their ids to the sampled tokens.
+
+        After a coordinator restart these samples are queued. A worker that was declared lost and reports again
+        gets back the samples of which the next worker has fewer tokens; its silence then costs no attempt.
+        """
         for assignment_id, num_sampled in running.items():
             sample = self._live.get(assignment_id)
             if sample is None or sample.worker_id == worker_id:
@@ -268,7 +269,9 @@ class RolloutQueue:
                 sample.forgive(silence)
             if sample.state is SampleState.QUEUED:
                 self._unqueue(sample)
-                sample.last_attempt -= silence is not None  # the one that it waited for is not begun
+                sample.last_attempt -= silence is not None  # the attempt that it was queued for did not start
+            # The worker with more tokens keeps the sample, so that fewer tokens are sampled twice; the other one
+            # cancels it.
             elif silence is None or sample.is_cancelled or not self._is_ahead(num_sampled, sample):
                 continue
             else:
@@ -281,13 +284,13 @@ class RolloutQueue:
             sample.num_sampled = num_sampled
 
     def _is_ahead(self, num_sampled: int, sample: Sample) -> bool:
-        """Tell if a worker with so many tokens has more of a sample than its present worker."""
         return sample.worker_id == COORDINATOR or num_sampled > sample.num_sampled
 
     def worker_lost(self, worker_id: str, now: float, alive_at: float | None = None) -> tuple[str, ...]:
-        """Queue the samples of a silent worker again, as suspects, or owe them a record. Returns their ids.
+        """Queue the samples of a lost worker as suspects, or let the coordinator write their records. Returns
+        their ids.
 
-        `alive_at` is the last sign of the worker's life; None: it died this moment.
+        `alive_at` is the time of the worker's last report; None: it died now.
         """
         worker = self._workers.pop(worker_id, None)
         lost = list(worker.running.values()) if worker is not None else []
@@ -305,7 +308,7 @@ class RolloutQueue:
         return tuple(sample.assignment_id for sample in lost)
 
     def worker_left(self, worker_id: str) -> tuple[str, ...]:
-        """Queue the samples of a worker that ends in order again, at no cost of an attempt. Returns their ids."""
+        """Queue the samples of a worker that shut down, without counting an attempt. Returns their ids."""
         worker = self._workers.pop(worker_id, None)
         left = list(worker.running.values()) if worker is not None else []
         for sample in left:
@@ -315,32 +318,40 @@ class RolloutQueue:
         return tuple(sample.assignment_id for sample in left)
 
     def give_back(self, worker_id: str, assignment_id: str) -> bool:
-        """Queue a sample again that its worker stopped without a cancel. False: it was not the worker's."""
+        """Queue a sample that its worker stopped without a cancellation.
+
+        Returns False if the worker did not have it.
+        """
         if not self.is_running_at(worker_id, assignment_id):
             return False
-        self._fail(self._live[assignment_id], f"worker {worker_id} gave it back")
+        self._fail(self._live[assignment_id], f"worker {worker_id} returned it unfinished")
         return True
 
     def drop_stale(
         self, worker_id: str, assignment_id: str, attempt: int, lost_tokens: Mapping[LossCause, int] | None = None
     ) -> bool:
-        """Begin a sample anew whose worker threw its tokens away for their age, while attempts are left. False,
-        without a change: it is not the worker's, or this attempt was dropped before. `lost_tokens` are those of all
-        attempts so far."""
+        """Queue a sample again after its worker dropped its tokens as too old, while attempts are left.
+
+        `lost_tokens` are the lost tokens of all attempts so far. Returns False, without a change, if the worker
+        does not have it or this attempt was dropped before.
+        """
         if not self.is_running_at(worker_id, assignment_id) or attempt < self._live[assignment_id].attempt:
             return False
         sample = self._live[assignment_id]
-        sample.num_failed += attempt - sample.attempt  # a restarted coordinator does not know of earlier ones
+        # A restarted coordinator has not counted the earlier attempts
+        sample.num_failed += attempt - sample.attempt
         sample.attempt, sample.last_attempt = attempt, max(attempt, sample.last_attempt)
         sample.num_stale_attempts += 1
         sample.lost_tokens = Counter(lost_tokens or sample.lost_tokens)
-        self._fail(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
+        self._fail(sample, "its oldest tokens exceeded the run's max_staleness", StopReason.STALE)
         return True
 
     def take_keep_place(self, assignment_id: str) -> bool:
-        """Take one of the `keep` places of a sample's group, before its complete record is stored. False: the group
-        has its samples, so this one is cancelled. `finished` follows once the record is stored, or
-        `give_back_keep_place` if that failed."""
+        """Reserve one of the `keep` slots of a sample's group, before its complete record is stored.
+
+        Returns False if the group is full, so the sample is cancelled. Call `finished` once the record is stored,
+        or `give_back_keep_place` if that failed.
+        """
         group = self._group_of(assignment_id)
         if group is None or group.keep is None or assignment_id in group.keep_places:
             return True
@@ -350,15 +361,17 @@ class RolloutQueue:
         return True
 
     def give_back_keep_place(self, assignment_id: str) -> None:
-        """Give a place back that `take_keep_place` took. Idempotent."""
+        """Release a slot that `take_keep_place` reserved. Idempotent."""
         group = self._group_of(assignment_id)
         if group is not None:
             group.keep_places.discard(assignment_id)
 
     def finished(self, assignment_id: str, *, is_trained: bool = True, is_kept: bool = False) -> bool:
-        """Note that a sample's terminal record is durable. False: it was so before. A worker that still runs the
-        sample is told to cancel. `is_trained`: the trainer will consume the record; `is_kept`: the sample fills a
-        keep place of its group."""
+        """Record that a sample's terminal record is durable. Returns False if it was recorded before.
+
+        A worker that still runs the sample is ordered to cancel it. `is_trained` means that the trainer will
+        consume the record, `is_kept` that the sample fills a `keep` slot of its group.
+        """
         sample = self._live.pop(assignment_id, None)
         if sample is None:
             return False
@@ -378,6 +391,7 @@ class RolloutQueue:
         group.keep_places.discard(assignment_id)
         if is_kept and group.keep is not None:
             group.num_complete += 1
+            # The group has its samples, so its others are cancelled.
             if group.is_full:
                 ids = (
                     assignment_id_of(rollout.rollout_id, sample.group.group_id, i) for i in range(group.num_samples)
@@ -391,11 +405,13 @@ class RolloutQueue:
             self._done.append(rollout.status())
         return True
 
-    # --- cancelling ---
+    # Cancellation
 
     def cancel(self, rollout_id: str) -> Cancellation:
-        """End a rollout: queued samples are owed a CANCELLED record, workers are told to end the others. Unknown or
-        done rollouts: no-op."""
+        """Cancel a rollout: queued samples get a CANCELLED record, workers cancel the running ones.
+
+        No effect on an unknown or finished rollout.
+        """
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return Cancellation((), ())
@@ -407,26 +423,27 @@ class RolloutQueue:
         return Cancellation(tuple(sample.assignment_id for sample in dropped), ids)
 
     def is_cancelled(self, assignment_id: str) -> bool:
-        """Tell if a live sample is to be ended."""
+        """Return True if a live sample is cancelled."""
         sample = self._live.get(assignment_id)
         return sample is not None and sample.is_cancelled
 
     def cancels(self, worker_id: str) -> tuple[str, ...]:
-        """Return the samples that a worker has to end. They are repeated: an answer may have been lost."""
+        """Return the samples that a worker must cancel, including those it was sent, because a response may be
+        lost."""
         worker = self._workers.get(worker_id)
         return () if worker is None else tuple(sorted(self._to_end(worker)))
 
     def has_new_cancels(self, worker_id: str) -> bool:
-        """Tell if a worker has to end a sample that it was not told of yet."""
+        """Return True if a worker must cancel a sample and was not sent the cancellation yet."""
         worker = self._workers.get(worker_id)
         return worker is not None and not self._to_end(worker) <= worker.ordered
 
     def cancels_told(self, worker_id: str, told: Iterable[str]) -> None:
-        """Note the cancellations that a worker was told of: they are no reason to answer it again."""
+        """Record the cancellations that were sent to a worker; they do not trigger another response."""
         self._workers.setdefault(worker_id, _WorkerSamples()).ordered = set(told)
 
     def pending_records(self, now: float) -> tuple[PendingRecord, ...]:
-        """Return the samples whose terminal record the coordinator has to write, until `finished` is called."""
+        """Return the samples whose terminal record the coordinator must write, until `finished` is called."""
         result: list[PendingRecord] = []
         for sample in self._workers[COORDINATOR].running.values():
             reason = StopReason.CANCELLED if sample.is_cancelled else sample.lost_reason
@@ -434,14 +451,14 @@ class RolloutQueue:
             result.append(PendingRecord(sample, reason, sample.error))
         return tuple(result)
 
-    # --- looking ---
+    # Queries
 
     @property
     def num_queued(self) -> int:
         return sum(rollout.num_queued for rollout in self._rollouts.values())
 
     def by_user(self) -> tuple[Counter[str], Counter[str]]:
-        """Count the samples of each user: those that run, and those that are queued."""
+        """Return the number of running and of queued samples per user."""
         running, queued = Counter[str](), Counter[str]()
         for rollout in self._rollouts.values():
             user = self._users.name_of(rollout.terms.owner)
@@ -450,7 +467,7 @@ class RolloutQueue:
         return running, queued
 
     def is_live(self, assignment_id: str) -> bool:
-        """Tell if a sample was accepted and still lacks its record."""
+        """Return True if a sample was accepted and has no durable record."""
         return assignment_id in self._live
 
     def is_running_at(self, worker_id: str, assignment_id: str) -> bool:
@@ -458,42 +475,41 @@ class RolloutQueue:
         return sample is not None and sample.worker_id == worker_id
 
     def num_running_at(self, worker_id: str) -> int:
-        """Count the samples that a worker runs."""
         worker = self._workers.get(worker_id)
         return 0 if worker is None else len(worker.running)
 
     def status(self, rollout_id: str) -> RolloutStatus | None:
-        """Return the counts of a live rollout; None if it is unknown or done."""
+        """Return the counts of a live rollout; None if it is unknown or finished."""
         rollout = self._rollouts.get(rollout_id)
         return None if rollout is None else rollout.status(self._num_held(rollout))
 
     @property
     def live(self) -> tuple[LiveRollout, ...]:
-        """The rollouts that lack records. Only the queue changes them."""
+        """The rollouts with unfinished samples. Only the queue changes them."""
         return tuple(self._rollouts.values())
 
     def adapters(self) -> set[str]:
-        """Return the adapters of the rollouts that lack records, and of those that are not durable yet."""
+        """Return the adapters of all live and reserved rollouts."""
         coming = {one.terms.adapter for one in self._reserved.values()}
         return coming | {one.terms.adapter for one in self._rollouts.values()}
 
     @property
     def rollouts(self) -> tuple[RolloutStatus, ...]:
-        """The latest done ones, then the live ones; oldest first."""
+        """The last finished rollouts, then the live ones; oldest first."""
         return (*self._done, *(rollout.status(self._num_held(rollout)) for rollout in self._rollouts.values()))
 
     def check(self) -> None:
-        """Raises InvariantBroken unless every accepted sample is in exactly one place, and counted there."""
+        """Raise InvariantBroken unless every accepted sample is in exactly one state and all counts agree."""
         waiting = [*self._order, *self._suspects]
         running = [sample for worker in self._workers.values() for sample in worker.running.values()]
         for samples, state in ((waiting, SampleState.QUEUED), (running, SampleState.RUNNING)):
             if any(sample.state is not state for sample in samples):
-                raise InvariantBroken(f"a sample among the {state} ones is in another state")
+                raise InvariantBroken(f"a sample in the {state} collection has another state")
             if any(sample.is_begun != _takes_a_place(sample) for sample in samples):
-                raise InvariantBroken(f"a sample among the {state} ones is miscounted in its run's budget")
+                raise InvariantBroken(f"a {state} sample is miscounted in its run's staleness budget")
         ids = [sample.assignment_id for sample in waiting + running]
         if len(ids) != len(set(ids)) or set(ids) != set(self._live):
-            raise InvariantBroken("a live sample is in no place, or in two")
+            raise InvariantBroken("a live sample is in no collection, or in two")
         for rollout in self._rollouts.values():
             counted = (
                 sum(sample.rollout is rollout for sample in waiting),
@@ -505,14 +521,12 @@ class RolloutQueue:
                 raise InvariantBroken(f"rollout {rollout.rollout_id}: counts {counted} do not add up")
         groups = [group for rollout in self._rollouts.values() for group in rollout.groups.values()]
         if any(one.keep is not None and one.num_complete + len(one.keep_places) > one.keep for one in groups):
-            raise InvariantBroken("a group keeps more samples than it was asked for")
+            raise InvariantBroken("a group has more complete samples than its 'keep'")
         if sum(group.num_bytes for group in groups if group.num_left) != self._num_bytes:
-            raise InvariantBroken("the bytes of unfinished tasks are miscounted")
-
-    # --- inside ---
+            raise InvariantBroken("the byte count of unfinished tasks is wrong")
 
     def _place_suspect(self, sample: Sample, worker_id: str, now: float, try_to_place: TryToPlace) -> Lease | None:
-        """Give a suspect to a worker, if its limits admit it now and it gets a lease."""
+        """Run a suspect at a worker if its limits admit it and it gets a lease."""
         lease = try_to_place(sample) if self._order.admits(sample, self._versions) else None
         if lease is None or isinstance(lease, NoPlace):
             return None
@@ -520,7 +534,7 @@ class RolloutQueue:
         return lease
 
     def _run(self, sample: Sample, worker_id: str, begun_at: float) -> None:
-        """Note that a sample, queued no more, runs at a worker, or waits at the coordinator for its record."""
+        """Move a sample to a worker, or to the coordinator that writes its record."""
         sample.set_state(SampleState.RUNNING)
         sample.worker_id = worker_id
         sample.begun_at = begun_at
@@ -544,7 +558,7 @@ class RolloutQueue:
         return None if sample is None else sample.rollout.groups[sample.group.group_id]
 
     def _drop(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Take those that are queued out: the coordinator owes them a record. Returns them."""
+        """Move the queued samples to the coordinator, which writes their records. Returns these samples."""
         dropped = [sample for sample in samples if sample.state is SampleState.QUEUED]
         for sample in dropped:
             self._unqueue(sample)
@@ -557,9 +571,11 @@ class RolloutQueue:
         self._suspects.discard(sample)
 
     def _num_held(self, rollout: LiveRollout) -> int:
-        """Count the queued samples that wait for weights: those that their run does not admit now, whose rollouts
-        are admitted in their order, or those that wait for a version or an adapter. What waits for these is passed
-        by, so the larger number is that of both."""
+        """Return the number of queued samples that wait for weights.
+
+        A run's budget admits its rollouts in their order. Samples that wait for a version or an adapter are
+        skipped, so both counts overlap and the larger one is the result.
+        """
         num_awaiting = rollout.num_awaiting_weights(self._versions, self._now)
         if rollout.budget is None:
             return num_awaiting
@@ -571,15 +587,18 @@ class RolloutQueue:
         return max(num_awaiting, min(rollout.num_queued, num_queued - rollout.budget.room(self._versions)))
 
     def _fail(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
-        """Take a sample from its worker for a reason of its own: it goes out again before what was never begun."""
+        """Take a sample from its worker after a failure, and queue it ahead of samples that never started."""
         sample.num_failed += 1
         self._lose(sample, error, reason)
         if sample.state is SampleState.QUEUED:
             self._order.add_again(sample)
 
     def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
-        """End a sample's attempt at its worker. The caller queues it again, unless it is cancelled or out of
-        attempts: the coordinator then owes it a record."""
+        """End a sample's attempt at its worker.
+
+        The caller queues it again, unless it is cancelled or has no attempt left: then the coordinator writes its
+        record.
+        """
         sample.count_begun(False, self._versions)
         sample.num_sampled_before = 0 if reason is StopReason.STALE else sample.num_sampled
         sample.lost_tokens[LossCause.KILL] += sample.num_sampled_before
@@ -590,6 +609,7 @@ class RolloutQueue:
         num_counted = sample.num_failed + sample.num_deaths
         sample.error = f"{error}, attempt {num_counted} of {self._max_attempts}"
         sample.lost_reason = reason
+        # A sample that shared its workers' deaths with others fails only after many more deaths.
         is_guilty = sample.is_only_suspect or sample.num_deaths >= _MOST_SHARED * self._max_attempts
         is_given_up = num_counted >= self._max_attempts if is_guilty else sample.num_failed >= self._max_attempts
         if sample.is_cancelled or is_given_up:

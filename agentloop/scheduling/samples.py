@@ -1,7 +1,7 @@
-"""Samples and live rollouts: what the rollout queue keeps of work that lacks records.
+"""The data of samples and live rollouts. Only the rollout queue changes it.
 
-Ownership: the queue alone changes them. A sample is one trajectory still to be made: (rollout, group, index), from
-its acceptance to its terminal record.
+A sample is one trajectory to be generated, identified by (rollout, group, index). It exists from the acceptance of
+its rollout until its terminal record is durable.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from agentloop.values.sampling import VersionDemand
 
 
 class NoPlace(StrEnum):
-    """The reason for which a sample gets no lease now."""
+    """The reason why a sample gets no lease now."""
 
-    LATER = "later"  # its group waits for a place that only this group needs; another group may begin
-    FULL = "full"  # no sample may begin, so none overtakes this one
+    LATER = "later"  # only this group waits, for an engine or adapter that it needs; another group may start
+    FULL = "full"  # no capacity: no other sample may start first
 
 
 class SampleState(StrEnum):
-    """States of a sample; `_MOVES` says which follows which."""
+    """The states of a sample; `_MOVES` has the allowed transitions."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -44,7 +44,7 @@ _MOVES: Mapping[SampleState, frozenset[SampleState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """One run of a sample at a worker that was given up for lost, and the losses counted for it."""
+    """An attempt at a worker that was declared lost, and the failures that were counted for it."""
 
     attempt: int
     begun_at: float
@@ -54,44 +54,44 @@ class Silence:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sample that lacks its record."""
+    """A sample without a durable record."""
 
     assignment_id: str
     rollout: LiveRollout
     group: RolloutGroup
     sample_index: int
-    queued_s: float = 0.0  # how long it had waited when it was last handed out
-    is_restored: bool = False  # an earlier coordinator accepted it, and may have handed it out
+    queued_s: float = 0.0  # seconds in the queue before it was last dispatched
+    is_restored: bool = False  # an earlier coordinator accepted it and may have dispatched it
     state: SampleState = SampleState.QUEUED
     worker_id: str | None = None
-    attempt: int = 0  # the number of the run that it is in, or begins next
-    last_attempt: int = 0  # the highest of those numbers
-    num_failed: int = 0  # runs that count, but for the deaths of workers
-    begun_at: float = 0.0  # when it was last handed out
-    num_deaths: int = 0  # of workers in a row for which it is suspect; of the last one:
-    outlived_s: float = 0.0  # how long it had run then
-    trial_size: int = 1  # how many are tried together
-    suspect_since: int = 0  # the number of the first of these deaths
+    attempt: int = 0  # the number of the current or next attempt
+    last_attempt: int = 0  # the highest attempt number so far
+    num_failed: int = 0  # failed attempts, without those that ended with the worker's death
+    begun_at: float = 0.0  # time of the last dispatch
+    num_deaths: int = 0  # consecutive worker deaths for which it is suspect
+    outlived_s: float = 0.0  # seconds that it had run at the last of these deaths
+    trial_size: int = 1  # number of suspects per isolation trial
+    suspect_since: int = 0  # number of the first of these deaths
     is_only_suspect: bool = False
-    silent: dict[str, Silence] = field(default_factory=dict)  # workers given up for lost
-    num_sampled: int = 0  # tokens, as its worker last reported
-    lost_tokens: Counter[LossCause] = field(default_factory=Counter)  # of earlier attempts
-    num_sampled_before: int = 0  # `num_sampled` of the attempt before
+    silent: dict[str, Silence] = field(default_factory=dict)  # workers that were declared lost while they ran it
+    num_sampled: int = 0  # tokens in its worker's last report
+    lost_tokens: Counter[LossCause] = field(default_factory=Counter)  # tokens of earlier attempts
+    num_sampled_before: int = 0  # `num_sampled` of the previous attempt
     num_stale_attempts: int = 0
-    is_begun: bool = False  # counted in its run's budget
-    missing_since: float | None = None  # its worker's reports do not name it since then
+    is_begun: bool = False  # counted in its run's staleness budget
+    missing_since: float | None = None  # since when its worker's reports omit it
     error: str = ""
-    lost_reason: StopReason = StopReason.LOOP_FAILED  # its record's, if no attempt is left
+    lost_reason: StopReason = StopReason.LOOP_FAILED  # the stop reason of its record if no attempt is left
 
     @property
     def is_cancelled(self) -> bool:
-        """True once its rollout is cancelled, or its group has the samples that it keeps."""
+        """True if its rollout is cancelled or its group is full."""
         if self.group.keep is None:
             return self.rollout.is_cancelled
         return self.rollout.is_cancelled or self.rollout.groups[self.group.group_id].is_full
 
     def count_begun(self, is_begun: bool, versions: FleetVersions) -> None:
-        """Take a place in the run's budget, or give it back."""
+        """Add the sample to its run's staleness budget, or remove it."""
         budget = self.rollout.budget
         if budget is not None and is_begun != self.is_begun:
             self.is_begun = is_begun
@@ -101,18 +101,18 @@ class Sample:
                 budget.give_back()
 
     def note_wait(self, now: float) -> None:
-        """Note how long the sample has waited, as it leaves the queue."""
+        """Record how long the sample has waited, when it leaves the queue."""
         self.queued_s = max(0.0, now - self.rollout.queued_at)
 
     def forgive(self, silence: Silence) -> None:
-        """Take back the losses that were counted for a worker's silence."""
+        """Undo the failures that were counted for a worker's silence, after the worker has reported again."""
         self.num_failed -= silence.num_failed
         self.num_deaths = max(0, self.num_deaths - silence.num_deaths)
 
     def set_state(self, state: SampleState) -> None:
-        """Change the state, and the rollout's counts. Raises InvariantBroken for a move that cannot be."""
+        """Change the state and update the rollout's counts. Raises InvariantBroken for a forbidden transition."""
         if state not in _MOVES[self.state]:
-            raise InvariantBroken(f"{self.assignment_id} cannot go from {self.state} to {state}")
+            raise InvariantBroken(f"{self.assignment_id} cannot change from {self.state} to {state}")
         rollout, num_queued = self.rollout, (state is SampleState.QUEUED) - (self.state is SampleState.QUEUED)
         rollout.num_queued += num_queued
         rollout.demands[self.group.task.weight_version] += num_queued
@@ -122,41 +122,45 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class LiveGroup:
-    """A group of a live rollout: the samples it was accepted with, and those that lack records here."""
+    """A group of a live rollout: the number of its samples, and of those without a record."""
 
     num_samples: int
     num_left: int
-    num_bytes: int  # that its task takes, until none is left
-    keep: int | None = None  # complete samples that make the group; None: all
-    num_complete: int = 0  # whose records are durable
-    keep_places: set[str] = field(default_factory=set)  # complete samples that are about to be stored as such
+    num_bytes: int  # bytes of its task, counted until all records are durable
+    keep: int | None = None  # number of complete samples that the group keeps; None: all
+    num_complete: int = 0  # complete samples whose records are durable
+    keep_places: set[str] = field(default_factory=set)  # complete samples whose records are being stored
 
     @property
     def is_full(self) -> bool:
-        """True once the group has all the durable samples that it keeps."""
+        """True if the group has all the complete records that it keeps."""
         return self.keep is not None and self.num_complete >= self.keep
 
 
 @dataclass(slots=True, eq=False)
 class LiveRollout:
-    """A rollout that lacks records, and its counts."""
+    """A rollout with samples that have no record yet, and its counts."""
 
     rollout_id: str
     terms: RolloutTerms
     budget: StalenessBudget | None
     queued_at: float
-    demands: Counter[VersionDemand | None] = field(default_factory=Counter)  # queued samples by demanded version
+    # Version demand -> number of queued samples
+    demands: Counter[VersionDemand | None] = field(default_factory=Counter)
     groups: dict[str, LiveGroup] = field(default_factory=dict)
     num_accepted: int = 0
-    num_finished_before: int = 0  # by a coordinator before this one
+    num_finished_before: int = 0  # finished under an earlier coordinator
     num_queued: int = 0
     num_running: int = 0
     finished: set[str] = field(default_factory=set)
     is_cancelled: bool = False
 
     def awaits_weights(self, demand: VersionDemand | None, versions: FleetVersions, now: float) -> bool:
-        """Return True if samples with this demand stay queued: their adapter is not served, or other versions than
-        they accept are and their wait is not over."""
+        """Return True if samples with this demand stay queued because of the weights.
+
+        Their adapter is not served, or they accept other versions than the served one and their wait has not
+        ended.
+        """
         served = versions.of(self.terms.adapter).served
         if self.terms.adapter and served is None:
             return True
@@ -165,7 +169,7 @@ class LiveRollout:
         return now - self.queued_at < demand.wait_s
 
     def num_awaiting_weights(self, versions: FleetVersions, now: float) -> int:
-        """Count the queued samples that wait for an adapter or a version that they demand."""
+        """Return the number of queued samples that wait for an adapter or a version."""
         return sum(num for demand, num in self.demands.items() if self.awaits_weights(demand, versions, now))
 
     def status(self, num_held: int = 0) -> RolloutStatus:
@@ -179,10 +183,11 @@ class LiveRollout:
 
 @dataclass(frozen=True, slots=True)
 class PendingRecord:
-    """A sample whose terminal record the coordinator has to write.
+    """A sample whose terminal record the coordinator must write.
 
-    CANCELLED, or after `max_attempts` the reason of the last one: LOOP_FAILED if its worker died of it (a lost
-    engine is answered by another lease and never ends up here), STALE if it was dropped for its age.
+    The stop reason is CANCELLED, or the reason of the last of `max_attempts` attempts: LOOP_FAILED if its worker
+    died of it, STALE if its tokens were too old. A lost engine does not count as an attempt: the turn gets another
+    lease.
     """
 
     sample: Sample
@@ -192,14 +197,17 @@ class PendingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The samples that a cancel met: ids that are owed a record, and ids that workers have to end."""
+    """The samples of a cancelled rollout: those that were queued, and those that workers must cancel."""
 
     dropped: tuple[str, ...]
     running: tuple[str, ...]
 
 
 def task_sizes(groups: Sequence[RolloutGroup], lengths: Sequence[int] = ()) -> list[int]:
-    """Return the bytes that each group's task takes, its images too; `lengths` are those of its encoding."""
+    """Return the size of each group's task in bytes, with images.
+
+    `lengths` are the encoded groups' sizes if known.
+    """
     lengths = lengths or [len(codec.encode(group)) for group in groups]
     images = (sum(len(image.data) for image in group.task.images) for group in groups)
     return list(map(operator.add, lengths, images))

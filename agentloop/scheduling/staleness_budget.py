@@ -1,8 +1,7 @@
-"""The staleness budget: the trajectories of a run that may be begun before the fleet's weights move on.
+"""The staleness budget: how many trajectories of a run may start before the fleet's weights change.
 
-Staleness is the fleet's weight version minus the oldest version in a trajectory. In the rollout queue a
-`StalenessBudget` holds back what would exceed the limit; the worker judges what runs
-(`rollout/budget.py`).
+Staleness is the fleet's weight version minus the oldest version in a trajectory. A `StalenessBudget` keeps samples
+queued that would exceed the limit; the worker checks the running ones (`rollout/budget.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ UNBOUNDED = 1 << 62  # trajectories
 
 @dataclass(frozen=True, slots=True)
 class FleetVersions:
-    """The version the fleet serves, and the one an update under way would bring. None: not known, no update.
+    """The fleet's served version, and the version that a running update brings. None: unknown; no update.
 
-    `adapters` are the versions of those that are served by name.
+    `adapters` has the served version of each named adapter.
     """
 
     served: int | None = None
@@ -28,21 +27,21 @@ class FleetVersions:
     adapters: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, adapter: str) -> FleetVersions:
-        """Return the versions of what samples a rollout: an adapter, or with "" the base weights."""
+        """Return the versions of an adapter, or of the base weights for ""."""
         return FleetVersions(self.adapters.get(adapter)) if adapter else self
 
 
 class StalenessBudget:
-    """The number of trajectories of one run that may be begun.
+    """The number of trajectories of a run that may start.
 
-    The rule, from AReaL's `StalenessManager.get_capacity` (areal/infra/staleness_manager.py): begun and not failed
-    < (max_staleness + 1 + versions committed since the first was begun) * trajectories per version. The trainer
-    then consumes the last one begun before it is more than `max_staleness` versions old. Versions are counted by
-    their numbers, the unit of the limit itself. A dropped or failed trajectory gives its place back.
+    The rule is AReaL's `StalenessManager.get_capacity` (areal/infra/staleness_manager.py): started and not failed
+    < (max_staleness + 1 + versions since the first start) * trajectories per version. So the trainer consumes the
+    last started trajectory before it is more than `max_staleness` versions old. Versions are differences of
+    version numbers, as in the limit. A dropped or failed trajectory is subtracted again.
     """
 
     def __init__(self, limit: StalenessLimit, adapter: str = "") -> None:
-        """`adapter` is that of the run, by whose versions it lives."""
+        """`adapter` is the run's adapter, whose versions count; "" for the base weights."""
         self.limit = limit
         self.adapter = adapter
         self.num_begun = 0
@@ -50,7 +49,7 @@ class StalenessBudget:
         self.num_rollouts = 0
 
     def room(self, versions: FleetVersions) -> int:
-        """Return the number that may be begun now: none if an update under way would make them too old."""
+        """Return the number of trajectories that may start now; 0 if a running update would make them too old."""
         versions = versions.of(self.adapter)
         served, coming = versions.served, versions.coming
         if served is not None and coming is not None and coming - served > self.limit.max_staleness:
@@ -63,57 +62,66 @@ class StalenessBudget:
         return max(0, (self.limit.max_staleness + 1 + num_versions) * per_version - self.num_begun)
 
     def begin(self, served: int | None) -> None:
-        """Count a trajectory that is handed out."""
+        """Count a dispatched trajectory."""
         self.num_begun += 1
         if self.first_version is None:
             self.first_version = served
 
     def learn(self, served: int | None) -> None:
-        """Count what was begun before any version was known (a restart) from the first known one on."""
+        """Set the first version if trajectories started before any version was known, after a restart."""
         if self.num_begun > 0 and self.first_version is None:
             self.first_version = served
 
     def set_back(self, num_versions: int) -> None:
-        """Note that the fleet was taken back by some versions: what was trained until then stays counted."""
+        """Record a rollback of the fleet by some versions. Trajectories that were trained before stay counted."""
         if self.first_version is not None:
             self.first_version -= num_versions
 
     def give_back(self) -> None:
-        """Take out a trajectory that will not be trained on."""
+        """Remove a trajectory that will not be trained on."""
         self.num_begun -= 1
 
     def restore(self, num_trained: int, first_version: int | None) -> None:
-        """Count what an earlier process had finished."""
+        """Add the trajectories that finished under an earlier coordinator."""
         self.num_begun += num_trained
         known = [version for version in (self.first_version, first_version) if version is not None]
         self.first_version = min(known, default=None)
 
 
 class StalenessBudgets:
-    """The budgets of all live rollouts. Those that name one run share one."""
+    """The budgets of all live rollouts. Rollouts of one run share a budget."""
 
     def __init__(self) -> None:
         self._by_run: dict[tuple[str, str, str], StalenessBudget] = {}
         self._versions = FleetVersions()
 
     def check(self, rollout_id: str, groups: Iterable[RolloutGroup], adapter: str = "") -> None:
-        """Raises InvalidRequest for limits that cannot be, or that differ within a rollout or its live run."""
+        """Raise InvalidRequest if a limit is invalid, or differs within a rollout or from its live run."""
         limits = {group.staleness for group in groups}
         if len(limits) != 1:
-            raise InvalidRequest("the groups of a rollout have one staleness limit", param="max_staleness")
+            raise InvalidRequest(
+                "all groups of a rollout must have the same staleness limit", param="max_staleness"
+            )
         (limit,) = limits
         if limit is None:
             return
         if limit.max_staleness < 0:
-            raise InvalidRequest("staleness is not negative", param="max_staleness")
+            raise InvalidRequest(
+                f"max_staleness is {limit.max_staleness}, expected 0 or more", param="max_staleness"
+            )
         if limit.trajectories_per_version is not None and limit.trajectories_per_version < 1:
-            raise InvalidRequest("a version consumes at least one trajectory", param="trajectories_per_version")
+            raise InvalidRequest(
+                f"trajectories_per_version is {limit.trajectories_per_version}, expected 1 or more",
+                param="trajectories_per_version",
+            )
         known = self._by_run.get(_key(rollout_id, limit, adapter))
         if known is not None and known.limit != limit:
-            raise InvalidRequest(f"run {limit.run_id} has another staleness limit", param="run_id")
+            raise InvalidRequest(
+                f"run {limit.run_id} already has another staleness limit: {known.limit}", param="run_id"
+            )
 
     def join(self, rollout_id: str, limit: StalenessLimit | None, adapter: str = "") -> StalenessBudget | None:
-        """Return the budget of a rollout; None without a limit. `leave` follows."""
+        """Return a rollout's budget; None without a limit. Paired with `leave`."""
         if limit is None:
             return None
         budget = self._by_run.setdefault(_key(rollout_id, limit, adapter), StalenessBudget(limit, adapter))
@@ -129,7 +137,7 @@ class StalenessBudgets:
             budget.learn(served)
 
     def leave(self, rollout_id: str, budget: StalenessBudget | None) -> None:
-        """Remove a rollout that is done; the last one of its run removes the budget too."""
+        """Remove a finished rollout. The last rollout of a run removes the budget."""
         if budget is None:
             return
         budget.num_rollouts -= 1

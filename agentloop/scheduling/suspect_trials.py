@@ -1,17 +1,11 @@
-"""Suspect trials: samples that ran when their worker died are tried apart until they are cleared.
+"""Poison-pill isolation: finds the sample that kills its workers, by bisection.
 
-One of them may have killed the worker, and would kill the next one. They are tried in shares of those that shared
-the death, `NUM_TRIALS` shares of each, on a worker that has nothing else, the ones that had run for the shortest
-time first. What dies again is suspect among fewer, until one is left; the others of that death are cleared. The
-last one is given up after its attempts; a death that others shared gives nothing up. A suspect that runs longer
-than it had when its worker died has outlived that death. A trial ends after `TRIAL_S` at the latest. A suspect that
-found no worker for itself for `TRIAL_WAIT_S` is tried beside other work. Both are four times as long after each
-further death.
+After a worker's death all its samples are suspects. They run apart from other work, in trials of 1/`NUM_TRIALS` of
+the samples that shared a death. If a trial's worker dies, only its samples remain suspects and the others of that
+death are cleared, until one suspect is left; it fails after its attempts. A suspect is cleared of a death once it
+has run longer than it had run at that death.
 
-A death lies between the last sign of its worker's life and the moment it was noticed: a sample had outlived an
-earlier death if it was seen alive for longer, and has to live for as long as it may have lived.
-
-Ownership: the queued samples that are suspect. Synchronous; time is passed in.
+Owns the queued suspects. Synchronous; callers pass the time.
 """
 
 from __future__ import annotations
@@ -23,17 +17,17 @@ from agentloop.scheduling.samples import Sample
 from agentloop.types import Lease
 
 NUM_TRIALS = 16
-MIN_FIRST_TRIAL = 4  # of what shared one death only: most deaths are no sample's doing
+MIN_FIRST_TRIAL = 4  # for the first death of its samples: most deaths have another cause
 TRIAL_S = 300.0
 TRIAL_WAIT_S = 60.0
 
 
 class SuspectTrials:
-    """The queued suspects, and the rule by which a worker may try them."""
+    """The queued suspects, and the rule by which a worker may run them."""
 
     def __init__(self) -> None:
-        self._by_size: dict[int, OrderedDict[str, Sample]] = {}  # those that wait for a trial, by its size
-        self._since: dict[str, float] = {}  # when they came
+        self._by_size: dict[int, OrderedDict[str, Sample]] = {}  # trial size -> the suspects that wait for a trial
+        self._since: dict[str, float] = {}  # when each was queued
         self._num_deaths = 0
 
     def __iter__(self) -> Iterator[Sample]:
@@ -45,7 +39,7 @@ class SuspectTrials:
         self._since[sample.assignment_id] = now
 
     def discard(self, sample: Sample) -> None:
-        """Take a sample out, if it is queued here."""
+        """Remove a sample if it is queued here."""
         waiting = self._by_size.get(sample.trial_size, OrderedDict())
         if waiting.pop(sample.assignment_id, None) is not None:
             del self._since[sample.assignment_id]
@@ -55,10 +49,14 @@ class SuspectTrials:
     def take(
         self, running: Collection[Sample], num_free: int, now: float, place: Callable[[Sample], Lease | None]
     ) -> list[tuple[Sample, Lease]]:
-        """Take out the suspects that a worker may try beside `running` and that `place` grants a lease. Small
-        trials come first."""
+        """Remove and return the suspects that a worker may run in addition to `running`.
+
+        `place` grants each a lease. Small trials start first.
+        """
         if not self._since or num_free <= 0:
             return []
+        # A worker runs at most one trial, of the smallest size among its samples. Samples that ran shortest start
+        # first, because a poison pill most likely kills early.
         tried = [sample for sample in running if is_tried(sample, now)]
         is_apart = all(sample.num_deaths for sample in running)
         bound = min((sample.trial_size for sample in tried), default=max(self._by_size))
@@ -68,6 +66,8 @@ class SuspectTrials:
             for sample in sorted(self._by_size[size].values(), key=lambda one: one.outlived_s):
                 if len(taken) == num_free or len(tried) + len(taken) >= bound:
                     break
+                # A suspect that found no empty worker for a while runs next to other work, so that it cannot wait
+                # forever.
                 waited_s = now - self._since[sample.assignment_id]
                 is_its_time = is_apart or waited_s >= TRIAL_WAIT_S * _trial_factor(sample)
                 if is_its_time and (lease := place(sample)) is not None:
@@ -77,15 +77,20 @@ class SuspectTrials:
         return taken
 
     def note_death(self, running: Collection[Sample], now: float, alive_at: float) -> list[Sample]:
-        """Note a worker's death in the samples that ran there. Returns queued samples that are suspect no more.
-        Suspects of an earlier death are tried again among themselves, samples that were never suspect likewise. A
-        sample that had outlived its last death is suspect only if there are none of these. If a suspect of an
-        earlier death dies again, the others of that death were not its cause."""
+        """Record a worker's death in the samples that ran there. Returns queued samples that are no longer
+        suspect.
+
+        `alive_at` is the last report from the worker. Suspects of an earlier death and new samples are bisected
+        separately.
+        """
+        # The death lies between `alive_at` and `now`. A sample is cleared only if it was seen alive for longer
+        # than its earlier death took at most.
         again = [sample for sample in running if has_not_outlived(sample, alive_at)]
         first = [sample for sample in running if sample.num_deaths == 0]
         outlived = [sample for sample in running if sample.num_deaths and not has_not_outlived(sample, alive_at)]
         for sample in outlived:
             sample.num_deaths = 0
+        # If nothing else ran there, one of the samples that had been cleared is the cause.
         if not again and not first:
             first = outlived
         self._num_deaths += 1
@@ -95,6 +100,7 @@ class SuspectTrials:
                 sample.outlived_s = now - sample.begun_at
                 sample.trial_size = max(least, len(accused) // NUM_TRIALS)
                 sample.is_only_suspect = len(again) + len(first) == 1
+        # A suspect of an earlier death has died again, so the other samples of that death were not the cause.
         settled = {sample.suspect_since for sample in again}
         cleared = [one for one in self if one.num_deaths == 1 and one.suspect_since in settled]
         for sample in cleared:
@@ -106,12 +112,13 @@ class SuspectTrials:
 
 
 def is_trial(running: Collection[Sample], now: float) -> bool:
-    """Tell if a worker that runs these is in a trial. It gets no other work then."""
+    """Return True if the worker runs a trial. It then gets no other work."""
     return all(sample.num_deaths for sample in running) and any(is_tried(sample, now) for sample in running)
 
 
 def is_tried(sample: Sample, now: float) -> bool:
-    """Tell if a running suspect is still on trial."""
+    """Return True if a running suspect's trial has not ended: at the latest after `TRIAL_S`, four times that per
+    further death."""
     return has_not_outlived(sample, now) and now - sample.begun_at <= TRIAL_S * _trial_factor(sample)
 
 
@@ -120,5 +127,5 @@ def _trial_factor(sample: Sample) -> float:
 
 
 def has_not_outlived(sample: Sample, at: float) -> bool:
-    """Tell if a suspect has not run longer by now than it had when its last worker died."""
+    """Return True if a suspect has not yet run longer than it had at its last worker's death."""
     return sample.num_deaths > 0 and at - sample.begun_at <= sample.outlived_s

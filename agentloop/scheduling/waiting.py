@@ -1,16 +1,12 @@
-"""Waiting: the place where samples, calls and returning trajectories wait for room on a replica.
+"""The queues in which samples, calls and returning trajectories wait for capacity on a replica.
 
-- A sample begins while the balancer has room for it; else it stays in the queue, before its prefill.
-- A session or a direct call has a client that waits, so it may begin up to `overcommit` beyond that room; then it
-  waits until its deadline. Users take turns (`UserTurns`), and the calls of one user keep their order. A call of a
-  user that holds less than its share of all places may begin up to twice the room.
-- A sample that was refused for `patience_s` may begin up to the same bound, and until then no call does.
-- A trajectory or session that has begun, and moves or returns from its tools, waits in the balancer's lines.
+Samples stay in the rollout queue, before their prefill, until the balancer has capacity. Sessions and direct calls
+wait here until their deadline; users take turns (`UserTurns`), and each user's calls keep their order.
+Trajectories and sessions that move or return from tools wait in the balancer's queues.
 
-Ownership: the one place where leases are waited for. `changed` is called where KV was given back, `fleet_changed`
-where a replica takes traffic that did not, or the other way round.
-Invariant: of a user's calls that need the same kinds of replicas, the one that asked first is tried first, also if
-it had to ask again.
+All waits for leases are here. `changed` is called when KV was released, `fleet_changed` when a replica enters or
+leaves traffic. Invariant: of a user's calls with the same needs, the oldest is tried first, also after a repeated
+request.
 """
 
 from __future__ import annotations
@@ -36,24 +32,25 @@ from agentloop.scheduling.samples import NoPlace
 from agentloop.types import Lease
 from agentloop.values.capabilities import NO_NEEDS
 
-_COMES_BACK_S = 30.0  # after its deadline a call that asks again within this time keeps its turn
+_COMES_BACK_S = 30.0  # a call that repeats its request within this time after its deadline keeps its position
 _COUNT_AGE_S = 0.2
-_OWN_SHARE = 1.0  # of the room, beyond it: one user's crowd may fill it, and the other shares are as much at most
-_REFUSAL_COUNTS_S = 5.0  # a sample that was refused asks again each second while a worker has a place for it
+# Extra capacity for users below their share: one user's burst may use all of it, so the others get as much again
+_OWN_SHARE = 1.0
+_REFUSAL_COUNTS_S = 5.0  # a refused sample asks again each second while a worker has a free slot
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingConfig:
-    """Bounds of what may begin."""
+    """Limits of new work."""
 
-    is_limited: bool = True  # False: everything may begin at once, as far as replicas take traffic
-    overcommit: float = 0.25  # of the room, that calls may take beyond it
-    patience_s: float = 10.0  # of a sample that calls keep from beginning
+    is_limited: bool = True  # False: new work starts at once if a replica takes traffic
+    overcommit: float = 0.25  # share of the capacity that calls may use beyond it, because their clients wait
+    patience_s: float = 10.0  # how long calls may keep a sample from starting
 
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A call's turn among those that wait."""
+    """The position of a waiting call."""
 
     holder_id: str
     asked_at: float
@@ -66,7 +63,7 @@ class _Ticket:
 
 
 class Waiting:
-    """The queues before the balancer's leases."""
+    """The waits for leases of the balancer."""
 
     def __init__(
         self,
@@ -77,31 +74,33 @@ class Waiting:
         changed: ChangeSignal,
         users: UserTurns | None = None,
     ) -> None:
-        """`changed` wakes the workers that ask for samples."""
+        """`changed` wakes the workers that wait for samples."""
         self._fleet = fleet
         self._balancer = balancer
         self._config = config
         self._clock = clock
         self._changed = changed
         self._users = users or UserTurns()
-        self._held: Counter[str] = Counter()  # places of each user, as counted last
+        self._held: Counter[str] = Counter()  # user -> leases, at the last count
         self._counted_at = -_COUNT_AGE_S
-        self._going_on: dict[str, asyncio.Event] = {}  # holders that have begun, and wait for a place
-        # Heaps by the kinds of replicas that can serve the calls in it, and by user; tickets that are gone leave at
-        # the top.
+        self._going_on: dict[str, asyncio.Event] = {}  # holders with a lease that wait for another one
+        # Engine pools that can serve the calls -> user -> heap. Obsolete tickets are dropped at the top.
         self._lines: dict[frozenset[str], dict[str, list[_Ticket]]] = {}
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # holder -> when it asked first, and left
+        # Holder -> time of its first request, and of its last deadline
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._num_asked = 0
-        self._refused_since: float | None = None  # samples: the first refusal since one began
-        self._refused_at = 0.0  # and the last one
+        self._refused_since: float | None = None  # the first refusal of a sample since one started
+        self._refused_at = 0.0  # the last refusal of a sample
 
-    # --- samples ---
+    # Samples
 
     def try_to_place(self, demand: Demand) -> Lease | NoPlace:
-        """Grant a sample its lease, or say why it has to wait."""
+        """Grant a sample its lease, or return the reason why it has to wait."""
         now = self._clock.now()
+        # A sample that calls kept waiting for `patience_s` may use the calls' extra capacity, and no call starts
+        # before it.
         over = self._config.overcommit if self._is_samples_turn(now) else 0.0
-        if not self._fleet.may_serve(demand.needs):  # its turn is told so, by an error
+        if not self._fleet.may_serve(demand.needs):  # its first turn fails with the error
             demand = replace(demand, needs=NO_NEEDS)
         if not self._fits(demand, over):
             is_full = demand.needs == NO_NEEDS or not self._balancer.has_room(replace(demand, needs=NO_NEEDS), over)
@@ -116,13 +115,13 @@ class Waiting:
         self._refused_since = None
         return lease
 
-    # --- calls ---
+    # Calls
 
     async def begin_call(self, demand: Demand, wait_s: float) -> Lease:
-        """Grant a session or a direct call its lease, as soon as there is room for it.
+        """Grant a session or direct call its lease as soon as there is capacity.
 
-        Raises NoHealthyReplica after `wait_s`: a caller with time left asks again, and keeps its turn. Raises
-        UnsupportedParameter if no engine of the service can serve what it needs.
+        Raises NoHealthyReplica after `wait_s`; a caller that repeats the request keeps its position. Raises
+        UnsupportedParameter if no engine of the service meets its needs.
         """
         self._fleet.check_needs(demand.needs)
         able = self._fleet.able(demand.needs)
@@ -142,12 +141,12 @@ class Waiting:
             ticket.is_gone = True
             self._wake()
 
-    # --- what has begun ---
+    # Holders with a lease
 
     async def go_on(self, holder_id: str, grant: Callable[[], Lease], wait_s: float) -> Lease:
-        """Return a lease from `grant`, now or once a replica takes traffic again or has room.
+        """Return a lease from `grant` as soon as a replica takes traffic and has capacity.
 
-        Raises NoHealthyReplica after `wait_s`: a caller with time left asks again.
+        Raises NoHealthyReplica after `wait_s`; the caller may repeat the request.
         """
         deadline_at = deadline_after(wait_s)
         event = asyncio.Event()
@@ -164,47 +163,45 @@ class Waiting:
         finally:
             if self._going_on.get(holder_id) is event:
                 del self._going_on[holder_id]
-        self._wake_next()  # there may be room for another
+        self._wake_next()  # there may be capacity for the next holder
         return lease
 
-    # --- for all ---
+    # For all
 
     def fleet_changed(self) -> None:
-        """Try all that wait, as a replica takes traffic that did not, or no more."""
+        """Retry all waiting work, after a replica has entered or left traffic."""
         for event in self._going_on.values():
             event.set()
         self.changed()
 
     def changed(self) -> None:
-        """Try what waits, as KV was given back. Of the holders that have begun, the first of each line is tried."""
+        """Retry waiting work after KV was released; of the balancer's queues only the first holder."""
         self._wake_next()
         if self._is_refusing(self._clock.now()):
             self._changed.notify()
         self._wake()
 
     def status(self, num_queued: int) -> QueueStatus:
-        """Return the numbers that wait, for how long, and the reason."""
+        """Return the amount of waiting work, its waiting times, and the reason."""
         uses = [self._balancer.kv_use(replica.replica_id) for replica in self._fleet.placeable()]
         predicted, limit = sum(use.predicted_tokens for use in uses), sum(use.limit_tokens for use in uses)
         now = self._clock.now()
         waits_s = [now - one.asked_at for one in self._tickets()]
         is_waiting = bool(waits_s) or (num_queued > 0 and self._is_refusing(now))
-        reason = f"no room: {predicted} of {limit} tokens of KV are predicted to be needed" if is_waiting else ""
+        reason = f"no KV capacity: {predicted} of {limit} tokens are expected to be used" if is_waiting else ""
         times_s = (max(waits_s), median(waits_s)) if waits_s else (0.0, 0.0)
         return QueueStatus(num_queued, len(waits_s), predicted, limit, reason, *times_s)
 
     def by_user(self) -> Counter[str]:
-        """Count the calls that wait, by user."""
+        """Return the number of waiting calls by user."""
         return Counter(self._user_of(one.holder_id) for one in self._tickets())
 
     def rows(self, limit: int, name: str = "") -> tuple[FlightRow, ...]:
-        """Return the sessions and direct calls that wait, the longest first, and `name` after them."""
+        """Return the waiting sessions and direct calls, the longest wait first, and `name` in addition."""
         now, tickets = self._clock.now(), sorted(self._tickets(), key=lambda one: one.asked_at)
         named = [one for one in tickets[limit:] if one.holder_id == session_holder(name)]
         waits_s = [(one.holder_id.removeprefix("/"), now - one.asked_at) for one in (*tickets[:limit], *named)]
         return tuple(FlightRow(one, Flight(Doing.PLACE, wait_s, wait_s), "") for one, wait_s in waits_s)
-
-    # --- inside ---
 
     def _fits(self, demand: Demand, over: float) -> bool:
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
@@ -213,13 +210,13 @@ class Waiting:
         return self._balancer.has_room(demand, over)
 
     def _grant(self, demand: Demand, able: frozenset[str], ticket: _Ticket) -> Lease:
-        """Raises NoHealthyReplica unless there is room, and no other call's turn comes before. Raises
-        WeightVersionNotServed or ModelNotFound first: a call for other weights does not wait for room."""
+        """Grant the lease if it is this call's turn and there is capacity, otherwise raise NoHealthyReplica."""
+        # Weights first: a call for weights that are not served must fail at once instead of waiting for capacity.
         self._fleet.check_weights(demand.needs)
         now, user = self._clock.now(), self._user_of(demand.holder_id)
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
         if not has_lease and not self._may_begin(demand, user, able, ticket, now):
-            raise NoHealthyReplica("no replica has room for another session now")
+            raise NoHealthyReplica("no replica has KV capacity for another session now: it waits in the queue")
         lease = self._balancer.acquire(demand, now)
         if not has_lease:
             self._users.took(user)
@@ -230,12 +227,14 @@ class Waiting:
         heads, over = self._heads(able), self._config.overcommit
         if heads[user] is not ticket or self._is_samples_turn(now):
             return False
+        # The user with the lowest pass value is next. A user below its share may start beyond the capacity, so
+        # that a burst of another user does not delay it.
         if min(heads, key=self._users.pass_of) == user and self._fits(demand, over):
             return True
         return self._has_less(user, now) and self._fits(demand, max(over, _OWN_SHARE))
 
     def _has_less(self, user: str, now: float) -> bool:
-        """Tell if a user holds fewer places than its share of all that are held."""
+        """Return True if a user has fewer leases than its share of all."""
         if now - self._counted_at > _COUNT_AGE_S:
             self._held, self._counted_at = Counter(map(self._user_of, self._balancer.holders)), now
         held = self._held
@@ -250,7 +249,7 @@ class Waiting:
         return [one for line in lines for one in line if not one.is_gone]
 
     def _is_refusing(self, now: float) -> bool:
-        """Tell if samples wait for room, and workers for samples."""
+        """Return True if samples wait for capacity while workers have free slots."""
         return self._refused_at > 0.0 and now - self._refused_at <= _REFUSAL_COUNTS_S
 
     def _is_samples_turn(self, now: float) -> bool:
@@ -279,7 +278,7 @@ class Waiting:
                 head.event.set()
 
     def _heads(self, able: frozenset[str]) -> dict[str, _Ticket]:
-        """Return the ticket of each user that comes before its others."""
+        """Return each user's first ticket."""
         lines = self._lines[able]
         for user, line in list(lines.items()):
             while line and line[0].is_gone:

@@ -48,7 +48,7 @@ WELL = ServiceStatus(True, False, 3, (replica(),), 1, (rollout(),), (), queue=Qu
 FLYING = flying()
 EMPTY = FlightPage((), (), (), 4)
 STUCK = replace(WELL, replicas=(replica(load=IDLE),))
-NO_ROOM = QueueStatus(9, 0, 990, 1000, "no room: 990 of 1000 tokens of KV are predicted to be needed")
+NO_ROOM = QueueStatus(9, 0, 990, 1000, "no KV capacity: 990 of 1000 tokens are expected to be used")
 ASLEEP = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 NOT_READY = replace(WELL, is_ready=False)
 LOADING = StartingReplica("r2", 40.0, "waits for memory")
@@ -67,10 +67,10 @@ CASES = [
     (replace(WELL, drained=("h1",)), FLYING, Cause.DRAINED, "h1 is drained"),
     (replace(NOT_READY, replicas=()), EMPTY, Cause.NO_REPLICA, "no replica takes traffic"),
     (
-        replace(NOT_READY, replicas=(), lost=(LostReplica("r1", "it fell silent", 9.0),)),
+        replace(NOT_READY, replicas=(), lost=(LostReplica("r1", "it sent no report", 9.0),)),
         EMPTY,
         Cause.NO_REPLICA,
-        "it fell silent",
+        "it sent no report",
     ),
     (replace(NOT_READY, weight_version=None), EMPTY, Cause.NO_REPLICA, "no replica takes traffic"),
     (replace(WELL, update=STAGING), FLYING, Cause.UPDATE, "version 4 is staging since 30 s, waits for r1"),

@@ -152,7 +152,7 @@ def _unfit_adapters(folder: Path) -> dict[str, str]:
         "not loaded": str(unloadable),
         "rank 16": str(high),
         "no safetensors": str(weightless),
-        "the served one is": str(foreign),
+        "but the served one has": str(foreign),
         "cut off": str(cut),
     }
 

@@ -233,7 +233,7 @@ async def test_without_a_peer_it_waits_for_the_next_update_and_says_so(clock):
     assert late.calls == []
     error = site.fleet.get("late").error
     assert "version 1 was pushed" in error
-    assert "a: it cannot" in error
+    assert "a: its engine cannot send its weights" in error
     assert site.state("late") is ReplicaState.JOINING
     await site.push(2)
     assert site.placeable() == ["a", "late"]
@@ -389,4 +389,4 @@ async def test_where_nobody_can_give_them_on_the_record_says_what_was_tried(cloc
         await site.late.bring_up("late")
     error = site.fleet.get("late").error
     assert error.startswith("version 1 cannot be read, and no replica can send it (")
-    assert "no such directory: dir1; holder: it cannot" in error
+    assert "no such directory: dir1; holder: its engine cannot send its weights" in error

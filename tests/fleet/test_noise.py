@@ -83,7 +83,9 @@ def test_the_first_refuses_noise_and_the_fleet_stays_where_it_was(tmp_path):
         await clock.sleep(LOOK_S / 2)
         assert (site.fleet.weight_version, site.placeable()) == (1, ["b", "c"])  # while one is asked
         assert [engine.weight_version for engine in site.engines.values()] == [NOISE, 1, 1]
-        with pytest.raises(WeightsRefused, match=r"a: commit: injected: version 2 is noise; b: wait: another"):
+        with pytest.raises(
+            WeightsRefused, match=r"a: commit: injected: version 2 is noise; b: wait: the canary replica refused"
+        ):
             await updating
         with pytest.raises(EngineUnusable):
             await sampling["a"]

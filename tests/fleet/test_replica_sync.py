@@ -119,7 +119,7 @@ async def test_an_update_waits_for_the_turn_of_its_model(clock):
     assert first is second
     assert (first.version, site.sync.num_awaiting_turn) == (1, 0)
     await site.sync.sleep(1, TURN_REASON)
-    with pytest.raises(ServiceUnavailable, match="another model has had the turn for 120 s"):
+    with pytest.raises(ServiceUnavailable, match="another model used the accelerators for 120 s"):
         await site.update(2)
     assert (states(site), site.fleet.weight_version) == ({"a": "asleep"}, 1)
 
@@ -172,7 +172,7 @@ async def test_if_one_cannot_sleep_nobody_is_touched(clock):
     site.register("insomniac")
     with pytest.raises(InvalidRequest, match="insomniac"):
         await site.sync.sleep(1)
-    with pytest.raises(InvalidRequest, match="levels"):
+    with pytest.raises(InvalidRequest, match="sleep level 3"):
         await site.sync.sleep(3)
     assert site.calls("a") == []
     assert site.placeable() == ["a"]
@@ -392,7 +392,7 @@ async def test_discarded_weights_come_back_from_where_they_came(clock):
 async def test_the_cache_does_not_wake_before_discarded_weights(clock):
     site = sleepers(clock, "a", initial=INITIAL)
     await site.sync.sleep(2)
-    with pytest.raises(Conflict, match="before the KV cache"):
+    with pytest.raises(Conflict, match="before or together with 'kv_cache'"):
         await site.sync.wake(KV_CACHE)
     assert site.sync.desired.orders.asleep == ALL_MEMORY
     await site.sync.wake(ALL_MEMORY)
@@ -418,7 +418,7 @@ async def test_discarded_weights_that_were_pushed_need_a_push(clock):
     await site.push(1)
     await site.sync.sleep(2)
     for tags in (WEIGHTS, ALL_MEMORY):
-        with pytest.raises(Conflict, match="push new ones, which wakes the fleet"):
+        with pytest.raises(Conflict, match="push new weights to wake the fleet"):
             await site.sync.wake(tags)
     assert site.sync.desired.orders.asleep == ALL_MEMORY
     site.calls("a")

@@ -36,7 +36,7 @@ def orders(site, kind):
 async def test_ranks_count_over_all_workers_and_parts_become_the_next_version(clock):
     site = FleetSite(clock, "b", "a", info=PAIR)
     groups = groups_of(site)
-    with pytest.raises(InvalidRequest, match="4 workers follow from rank 1") as error:
+    with pytest.raises(InvalidRequest, match=r"not 5 \(rank_offset") as error:
         await groups.init_group(group(world_size=3))
     assert error.value.param == "world_size"
     await groups.init_group(group())
@@ -62,7 +62,7 @@ async def test_a_part_without_tensors_has_those_of_the_last_one(clock):
     await groups.init_group(group(world_size=3))
     bare = TransferPart("g", ())
     await groups.begin_transfer("g")
-    with pytest.raises(InvalidRequest, match="names its tensors"):
+    with pytest.raises(InvalidRequest, match="must list its tensors"):
         await groups.receive_part(bare)
     await groups.receive_part(PART)
     await groups.end_transfer("g")
@@ -72,7 +72,7 @@ async def test_a_part_without_tensors_has_those_of_the_last_one(clock):
     await groups.end_transfer("g")
     await groups.init_group(group(world_size=3), is_replacement=True)
     await groups.begin_transfer("g")
-    with pytest.raises(InvalidRequest, match="names its tensors"):
+    with pytest.raises(InvalidRequest, match="must list its tensors"):
         await groups.receive_part(bare)
 
 
@@ -132,7 +132,7 @@ async def test_what_fails_late_in_an_old_group_does_not_end_the_new_one(clock):
         await clock.sleep(1.0)
         if is_joining:
             assert groups.names == ()
-            with pytest.raises(Conflict, match="still being joined"):
+            with pytest.raises(Conflict, match="still joining"):
                 await groups.begin_transfer("g")
         engine.seconds["follow"] = 0.0
         await groups.destroy_group("g")
@@ -164,17 +164,20 @@ async def test_a_transfer_stays_open_until_its_update_begins(clock):
     groups = groups_of(site)
     await groups.init_group(group(world_size=2))
     await groups.begin_transfer("g")
-    with pytest.raises(InvalidRequest, match="without a tensor"):
+    with pytest.raises(InvalidRequest, match="no parts"):
         await groups.end_transfer("g")
     await groups.receive_part(PART)
     await site.update(5)
-    for version, kind, refusal in ((5, Conflict, "what the fleet serves"), (4, InvalidRequest, "versions grow")):
+    for version, kind, refusal in (
+        (5, Conflict, "already serves version 5"),
+        (4, InvalidRequest, "lower than the served version"),
+    ):
         with pytest.raises(kind, match=refusal):
             await groups.end_transfer("g", version)
     site.engines["a"].seconds["stage"] = 10.0
     other = asyncio.create_task(site.update(6))
     await clock.sleep(1.0)
-    with pytest.raises(Conflict, match="is going on"):
+    with pytest.raises(Conflict, match="is in progress"):
         await groups.end_transfer("g")
     await other
     assert (await groups.end_transfer("g")).version == 7
@@ -215,7 +218,7 @@ async def test_a_group_that_has_lost_a_replica_is_made_again(clock):
             site.fleet.report_failure("b", clock.now())
         if not num_failures:
             site.fleet.deregister("b")
-        with pytest.raises(Conflict, match="has lost b"):
+        with pytest.raises(Conflict, match="lost the replicas b"):
             await groups.begin_transfer("g")
         with pytest.raises(NotFound):
             await groups.begin_transfer("g")
@@ -231,12 +234,12 @@ async def test_what_comes_out_of_turn_is_refused_and_what_fails_everywhere_ends_
     with pytest.raises(Conflict) as error:
         await groups.init_group(group(world_size=3))
     assert error.value.param == "group_name"
-    with pytest.raises(Conflict, match="no transfer"):
+    with pytest.raises(Conflict, match="no open transfer"):
         await groups.receive_part(PART)
     await groups.begin_transfer("g")
     with pytest.raises(Conflict, match="is open"):
         await groups.begin_transfer("g")
-    with pytest.raises(InvalidRequest, match="without a tensor"):
+    with pytest.raises(InvalidRequest, match="no parts"):
         await groups.end_transfer("g")
     for kind, raised in (
         (CheckpointUnreadable("no such tensor"), CheckpointUnreadable),

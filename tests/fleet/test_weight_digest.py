@@ -263,7 +263,7 @@ def test_replicas_that_read_different_bytes_refuse_the_update(tmp_path):
         pushing = asyncio.create_task(site.push_folder(5, latest))
         await clock.sleep(0.5)
         write(latest, 2)
-        with pytest.raises(CheckpointUnreadable, match="different weights as version 5"):
+        with pytest.raises(CheckpointUnreadable, match="different weights for version 5"):
             await pushing
         assert site.fleet.weight_version == 0
         assert site.placeable() == ["a", "b"]

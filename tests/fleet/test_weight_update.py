@@ -114,7 +114,7 @@ def test_one_that_hangs_costs_the_others_seconds_at_most(verb, held_in):
         assert sorted(site.placeable()) == sorted(set(names) - {"r3"})
         (hung,) = [one.error for one in report.replicas if one.replica_id == "r3"]
         is_one_call = verb == "resume" and held_in is HeldIn.DEVICE
-        assert hung == f"{'commit' if is_one_call else verb}: no answer 4 s after the others"
+        assert hung == f"{'commit' if is_one_call else verb}: no answer within 4 s of the other replicas"
         site.engines["r3"].hangs = set()
         assert await site.late.bring_up("r3")
         assert sorted(site.placeable()) == names
@@ -318,7 +318,7 @@ def test_where_all_fail_for_the_sake_of_one_that_one_is_quarantined(culprit):
             site.engines["c"].failures["stage"] = EngineLost("the process died")
         else:
             site.engines["c"].hangs = {"stage"}
-        with pytest.raises(WeightUpdateFailed, match="nothing has changed"):
+        with pytest.raises(WeightUpdateFailed, match="served weights are unchanged"):
             await site.push(1)
         assert site.placeable() == ["a", "b"]
         assert site.state("c") is ReplicaState.QUARANTINED
@@ -450,7 +450,7 @@ def test_a_repeat_joins_the_update_under_way(fails):
             site.engines["a"].fail("stage")
         first = asyncio.create_task(site.push(1))
         await clock.sleep(1.0)
-        with pytest.raises(Conflict, match="is going on"):
+        with pytest.raises(Conflict, match="is in progress"):
             await site.push(1, token="another")
         second = await asyncio.gather(site.push(1), return_exceptions=True)
         outcome = await asyncio.gather(first, return_exceptions=True)
@@ -467,7 +467,7 @@ async def test_forced_the_fleet_goes_back_and_no_kv_is_kept(clock):
     await site.update(950)
     for name in "ab":
         site.calls(name)
-    with pytest.raises(InvalidRequest, match="with `force` the fleet goes back"):
+    with pytest.raises(InvalidRequest, match="push a higher one or use `force`"):
         await site.update(900)
     report = await site.update(900, KVPolicy.KEEP, force=True)
     assert (report.version, report.previous_version, report.kv_policy) == (900, 950, KVPolicy.RECOMPUTE)

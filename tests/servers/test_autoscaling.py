@@ -107,7 +107,7 @@ async def test_replicas_come_with_the_work_and_go_with_it(tmp_path: Path, monkey
         lost = (await client.status()).lost
     assert len({turn.replica_id for record in records for turn in record.path.turns}) == 3
     assert all(record.is_complete and record.attempt == 0 for record in records)
-    assert [one.reason for one in lost] == ["it left", "it left"]
+    assert [one.reason for one in lost] == ["it shut down", "it shut down"]
 
 
 async def steady_calls(client: RolloutClient) -> None:

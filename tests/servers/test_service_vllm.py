@@ -150,7 +150,7 @@ async def test_more_begin_than_were_expected_to_fit_and_find_their_kv(client):
     run = await watched(client, await client.submit(tasks(NUM_GROUPS, "t"), num_samples=NUM_SAMPLES))
     assert_complete(run, NUM_GROUPS, NUM_SAMPLES)
     queues = [one.queue for one in run.statuses]
-    assert any(queue.num_queued and queue.reason.startswith("no room") for queue in queues)
+    assert any(queue.num_queued and queue.reason.startswith("no KV capacity") for queue in queues)
     most = Counter[str]()
     for status in run.statuses:
         most |= Counter({one.replica_id: one.num_leases for one in status.replicas})

@@ -1,4 +1,4 @@
-"""Samples on their way out: the demand on a replica, a worker's assignment, the record that no worker writes."""
+"""The messages of a sample: its demand for a lease, its assignment to a worker, and records without a worker."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agentloop.scheduling.samples import PendingRecord, Sample
 from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory, TrajectoryTimes
 from agentloop.values.capabilities import NO_NEEDS, Needs, needs_of
 
-_CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before it is rendered
+_CHARS_PER_TOKEN = 4  # estimates the tokens of a prompt that is not rendered yet
 _MIN_PREFIX_TOKENS = 512
 
 
 def demand(worker_id: str, sample: Sample) -> Demand:
-    """Return what a worker's next sample asks for."""
+    """Return the demand for a lease of a worker's next sample."""
     return Demand(
         holder_id=sample.assignment_id,
         process_id=worker_id,
@@ -29,10 +29,10 @@ def demand(worker_id: str, sample: Sample) -> Demand:
 
 
 def assignment(sample: Sample, lease: Lease) -> Assignment:
-    """Return a sample with its lease, as it goes to its worker."""
+    """Return the assignment that the worker receives."""
     group = sample.group
     task, wanted = group.task, group.task.weight_version
-    if wanted is not None:  # it has waited for them here
+    if wanted is not None:  # The sample has already waited in the queue for these weights.
         task = replace(task, weight_version=replace(wanted, wait_s=max(0.0, wanted.wait_s - sample.queued_s)))
     return Assignment(
         assignment_id=sample.assignment_id,
@@ -55,13 +55,14 @@ def assignment(sample: Sample, lease: Lease) -> Assignment:
 
 
 def needs_of_task(task: RolloutTask) -> Needs:
-    """Return what every turn of a task needs, as far as it is known before its prompt is rendered."""
+    """Return the needs of every turn of a task, as far as they are known before its prompt is rendered."""
     needs = needs_of(task.sampling(1), _num_prompt_tokens(task), has_images=bool(task.images))
-    return replace(needs, version=None) if needs.features else NO_NEEDS  # how long the prompt is, is a guess
+    # The prompt's length is only an estimate, so it decides nothing alone
+    return replace(needs, version=None) if needs.features else NO_NEEDS
 
 
 def _prefixes(task: RolloutTask) -> tuple[Prefix, ...]:
-    """Return the task's first message, usually the system's, if it is long enough for tasks to share its KV."""
+    """Return the task's first message, usually the system prompt, if it is long enough to share its KV."""
     text = task.messages[0].content if len(task.messages) > 1 else ""
     num_tokens = len(text) // _CHARS_PER_TOKEN
     return ((f"text-{hash(text):x}", num_tokens),) if num_tokens >= _MIN_PREFIX_TOKENS else ()
@@ -72,7 +73,7 @@ def _num_prompt_tokens(task: RolloutTask) -> int:
 
 
 def owed_record(pending: PendingRecord) -> Trajectory:
-    """Return the record of a sample that no worker finishes any more."""
+    """Return the record of a sample that no worker will finish."""
     sample = pending.sample
     return Trajectory(
         task_id=sample.group.task.task_id,

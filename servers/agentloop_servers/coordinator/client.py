@@ -1,10 +1,8 @@
-"""The coordinator over its HTTP port: its ports as typed objects over one call, with deadlines.
+"""The client of the coordinator's HTTP port: typed ports with deadlines.
 
-The methods of a port are made from its signatures; `coordinator/server.py` says which class answers each. The
-coordinator's URL is asked for once, and again when it cannot be reached there: a coordinator that was started again
-has another port. A call whose connection breaks is sent once
-more, since every call is idempotent or keyed; a command to the fleet only if it cannot have arrived, or if it is an
-update, whose repeat joins it or gets its report.
+The methods of a port are made from its signatures; `coordinator/server.py` names the class that implements each.
+The coordinator's URL is looked up once, and again if it is unreachable, because a restarted coordinator has
+another port.
 """
 
 from __future__ import annotations
@@ -27,22 +25,27 @@ from agentloop_servers.private_http.server import Misdirected
 from agentloop_servers.private_http.trust import Trust
 
 CALL_TIMEOUT_S = 30.0
-COMMAND_TIMEOUT_S = 2400.0  # of a process that does not say; longer than the steps of an update together
+COMMAND_TIMEOUT_S = 2400.0  # if the process sets none; longer than all steps of an update
 
 
 class CoordinatorClient:
-    """The coordinator's ports for one process. Close it in the end. A port's call is answered by the class that
-    `server.py` names: `front.submit` by `Rollouts.submit`."""
+    """The ports of the coordinator for one process. Call `close` at the end.
+
+    `server.py` names the class that implements each call: `Rollouts.submit` implements `front.submit`.
+    """
 
     def __init__(
         self, find: Callable[[], Awaitable[str]], trust: Trust, *, command_timeout_s: float = COMMAND_TIMEOUT_S
     ) -> None:
-        """`find` returns the coordinator's URL, or raises ServiceUnavailable. `command_timeout_s` is of commands to
-        the fleet."""
+        """`find` returns the coordinator's URL, or raises ServiceUnavailable.
+
+        `command_timeout_s` bounds commands to the fleet.
+        """
         self._find = find
         self._command_timeout_s = command_timeout_s
         self._http = PrivateHttp(trust, lost=ServiceUnavailable, late=ServiceUnavailable)
-        self._commands = NumberedCommands(secrets.randbits(63))  # the caller's name, not its place among others
+        # Identifies the caller; callers are not ordered among each other
+        self._commands = NumberedCommands(secrets.randbits(63))
         self._url: str | None = None
         self._finding = asyncio.Lock()
         self.replicas = cast(ReplicaPort, _Port(ReplicaPort, self._call))
@@ -55,14 +58,17 @@ class CoordinatorClient:
         await self._http.close()
 
     async def _call(self, call: CallType, *arguments: Any, **named: Any) -> Any:
-        """Raises what the coordinator raises, and ServiceUnavailable if it fails or does not answer."""
+        """Send a call. Raises the coordinator's errors, and ServiceUnavailable if it fails or does not answer."""
         arguments += tuple((call.defaults | named)[name] for name in call.parameters[len(arguments) :])
-        # A repeat of an update joins it, and one of a push changes nothing if it names its version.
+        # A repeated update joins the running one or gets its report; a repeated push with a version changes
+        # nothing.
         is_numbered = call.name == "push_adapter" and arguments[0].version is not None
         is_repeatable = call.name not in COMMANDS or call.name == "update_weights" or is_numbered
         timeout_s = self._command_timeout_s if call.name in COMMANDS else CALL_TIMEOUT_S
         if "wait_s" in call.parameters:
             timeout_s += arguments[call.parameters.index("wait_s")]
+        # A call whose connection breaks is sent once more, because calls are idempotent or have a key. Other
+        # commands are sent again only if the coordinator cannot have received them.
         may_repeat, body = _was_cut if is_repeatable else _was_not_received, encode(arguments)
         try:
             async with asyncio.timeout(timeout_s):
@@ -86,8 +92,9 @@ class CoordinatorClient:
         except AgentLoopError as error:
             if _was_cut(error) and self._url == url:
                 self._url = None
-            if type(error) is AgentLoopError:  # not one that it raises on purpose
-                raise ServiceUnavailable(f"the coordinator failed in {call.name}: {error}") from error
+            # An unexpected error in the coordinator, not one of its documented ones
+            if type(error) is AgentLoopError:
+                raise ServiceUnavailable(f"the coordinator failed while it handled {call.name}: {error}") from error
             raise
 
     async def _found_url(self) -> str:
@@ -99,7 +106,7 @@ class CoordinatorClient:
 
 
 class _Port:
-    """One port: each of its calls as a method."""
+    """One port, with a method for each of its calls."""
 
     def __init__(self, port: type, ask: Callable[..., Awaitable[Any]]) -> None:
         for name, call in calls_of(port).items():

@@ -1,11 +1,11 @@
-"""The coordinator: what replicas, workers and the front door call.
+"""The coordinator: serves the calls of replicas, workers and the ingress, and owns the background tasks.
 
-    Replicas  Fleet: who serves · Balancer: who runs where · ReplicaSync: updates and orders
-    Rollouts  RolloutQueue: what is still owed · the store: what is durable
+    Replicas  Fleet: replica states · Balancer: leases · ReplicaSync: updates and orders
+    Rollouts  RolloutQueue: unfinished samples · the store: durable records
 
-Ownership: one event loop. The plain objects decide synchronously; Replicas and Rollouts answer the calls, wait and
-wake; this module owns the tasks: the watch, which looks for silence every `heartbeat_interval_s`, the proofs of
-replicas whose calls failed, and every call that must not stop half-way.
+One event loop. The objects of the fleet and the scheduler decide synchronously; `Replicas` and `Rollouts`
+implement the calls and their waits. The tasks here are the watch for silent processes, the probes of suspect
+replicas, the metrics, and every call that must complete after its caller has left.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ STANDING_ORDERS = "standing_orders"
 FLEET_ADAPTERS = "fleet_adapters"
 FOLLOWED_VERSION = "followed_version"
 ENDPOINT_PLACES = "endpoint_places"
-"""The names under which the store keeps what the next coordinator goes on with."""
+"""The keys under which the store keeps the state for the next coordinator."""
 
 
 class Coordinator:
-    """Construct, `await start()`, and in the end `await close()`, all on one event loop."""
+    """The coordinator of one run. Call `start` once and `close` at the end, on one event loop."""
 
     def __init__(
         self,
@@ -70,8 +70,10 @@ class Coordinator:
         probe: Probe,
         find_dead_nodes: Callable[[], frozenset[str]] | None = None,
     ) -> None:
-        """Takes over `store`. `probe` proves that a replica whose calls failed samples again. `find_dead_nodes`, of
-        several, blocks."""
+        """Takes ownership of `store`. `probe` samples a token on a suspect replica.
+
+        `find_dead_nodes` returns the ids of dead Ray nodes; it blocks and runs in a thread.
+        """
         self._find_dead_nodes = find_dead_nodes
         self._probe = probe
         self._config = config
@@ -103,19 +105,20 @@ class Coordinator:
         self._follower = None if config.follows is None else self._follow(config.follows)
         self._saved_reports: tuple[UpdateReport, ...] = ()
         self._is_closed = False
-        self.refused: Counter[int] = Counter()  # what its server has refused, by the answer's status
+        self.refused: Counter[int] = Counter()  # HTTP status -> calls that its server refused
 
     def answering(self, call: str) -> Callable[..., Awaitable[Any]]:
-        """Return the method that answers a call of the ports in `api/coordinator.py`."""
+        """Return the method that implements a call of the ports in `api/coordinator.py`."""
         fleet, work = (self.replicas, self.replicas.groups), (self.rollouts, self)
         owners = (*fleet, *work, self.metrics_book, self.places, self._store)
         return cast(Callable[..., Awaitable[Any]], next(getattr(one, call) for one in owners if hasattr(one, call)))
 
     async def start(self) -> None:
-        """Take up the weights, the orders and the work that an earlier coordinator left, and begin to watch."""
+        """Load the weights, orders and work of an earlier coordinator, and start the background tasks."""
         weights = await self._store.saved_state(FLEET_WEIGHTS, FleetWeights)
         orders = await self._store.saved_state(STANDING_ORDERS, StandingOrders)
-        if orders is None and self._config.begins_asleep:  # its replicas wait for its first turn
+        # The replicas of a new run wait until their model is woken
+        if orders is None and self._config.begins_asleep:
             orders = StandingOrders().put_to_sleep(1, TURN_REASON, time.time())
         self._saved_reports = await self._store.saved_state(UPDATES, tuple[UpdateReport, ...]) or ()
         self.replicas.sync.restore(weights, orders, self._saved_reports)
@@ -135,7 +138,7 @@ class Coordinator:
             self._background.append(asyncio.create_task(self._follower.run(), name="coordinator-follow"))
 
     async def close(self) -> None:
-        """End the background tasks and close the store. Idempotent."""
+        """Cancel the background tasks and close the store. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -148,17 +151,19 @@ class Coordinator:
         await self._store.close()
 
     async def check_health(self) -> None:
-        """Raises what ended a background task, if something did: the coordinator must then be restarted. Raises
-        ServiceUnavailable once another one has taken the run over: this one is of no use any more."""
+        """Raise the error of a failed background task; the coordinator must then be restarted.
+
+        Raises ServiceUnavailable if another coordinator has taken over the run.
+        """
         if (epoch := self._store.successor) is not None:
-            raise ServiceUnavailable(f"another coordinator has taken this run over (epoch {epoch})")
+            raise ServiceUnavailable(f"another coordinator has taken over this run (epoch {epoch})")
         for task in self._background:
             if task.done():
                 task.result()
         self.replicas.late.check_health()
 
     async def status(self) -> ServiceStatus:
-        """Return the state of the service at this moment."""
+        """Return the current state of the service."""
         replicas, desired = self.replicas, self.replicas.sync.desired
         orders, now = desired.orders, time.time()
         status = ServiceStatus(
@@ -200,19 +205,22 @@ class Coordinator:
         return self.replicas.sync.adapters.served
 
     async def flight(self, limit: int, name: str = "") -> FlightPage:
-        """Return what the live trajectories and sessions do."""
+        """Return the current activity of live trajectories and sessions."""
         return replace(self.rollouts.flights(limit, name), blocked=self.metrics_book.blocked())
 
     async def metrics(self) -> MetricsPage:
-        """Return the metrics of the service at this moment."""
+        """Return the current metrics of the service."""
         return self.metrics_book.page(await self.status(), self.rollouts.flights(1))
 
     async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
-        """Return what the last quarter of an hour was like."""
+        """Return the metric history of the last 15 minutes."""
         return self._history.page(names, since)
 
     async def drain(self) -> tuple[int, int]:
-        """Begin and accept nothing more, until this process ends: what is queued is for the next one."""
+        """Stop accepting and dispatching work until this process ends. Queued work is for the next one.
+
+        Returns the number of running and of queued trajectories.
+        """
         rollouts = self.rollouts.queue.rollouts
         num_running = sum(rollout.num_running for rollout in rollouts)
         if not self.rollouts.is_draining:
@@ -221,7 +229,7 @@ class Coordinator:
         return num_running, sum(rollout.num_queued for rollout in rollouts)
 
     def read_users_again(self) -> None:
-        """Read who the users are; those of before stay if that cannot be read."""
+        """Load the users again. If that fails, the earlier ones stay."""
         try:
             self.replicas.users.read_again()
         except InvalidRequest as error:
@@ -232,31 +240,32 @@ class Coordinator:
     async def report_users(
         self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
     ) -> UsersNews:
-        """Take in what users have open in one ingress process; with `reads_again` read who they are."""
+        """Record the open calls and sessions of users in one ingress process; with `reads_again` load the users
+        first."""
         if reads_again:
             self.replicas.users.read_again()
         return self.replicas.users.report(process_id, usage)
 
     async def update_reports(self) -> tuple[UpdateReport, ...]:
-        """Return the reports of the latest weight updates."""
+        """Return the reports of the last weight updates."""
         return self.replicas.sync.reports
 
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
-        """Give a host no more work, or end that; returns what it still has."""
+        """Stop new work on a host, or undo that. Returns the work that it still has."""
         replicas, running = self.replicas.fleet.replicas, self.rollouts.running_by_host()
         drained = self.replicas.sync.desired.orders.drained
         if host not in {*running, *(one.host for one in replicas), *drained}:
             raise NotFound(
-                f"no host {host}: there are {', '.join(sorted({*running, *(r.host for r in replicas)}))}"
+                f"unknown host {host}, expected {', '.join(sorted({*running, *(r.host for r in replicas)}))}"
             )
         if not is_undone and host == self._config.head:
-            raise Conflict(f"{host} has the run: stop the service instead")
-        # A replica that joins, is silent or is quarantined may never take traffic.
+            raise Conflict(f"{host} cannot be drained, because it has the run's files: stop the service instead")
+        # A joining, silent or quarantined replica may never take traffic, so it does not count.
         able = (ReplicaState.READY, ReplicaState.UPDATING, ReplicaState.ASLEEP)
         serving = {one.host for one in replicas if one.state in able} or {one.host for one in replicas}
         if not is_undone and host in serving and not serving - drained - {host}:
             raise Conflict(
-                f"{host} is the last host with a replica that takes traffic: drain it when another has one"
+                f"{host} is the last host with a replica in traffic: add another one before you drain it"
             )
         hosts = drained - {host} if is_undone else drained | {host}
         if hosts != drained:
@@ -266,10 +275,10 @@ class Coordinator:
         return HostDrain(host, running[host], num_leases)
 
     async def look_at_store(self) -> StoreStatus:
-        """Look at the pointer of the store of versions now. Returns what was known."""
+        """Poll the store of published versions now. Returns the status before the poll."""
         if self._follower is None:
             raise Conflict(
-                "this service follows no store of versions: its config has no `weights`", param="weights"
+                "this service does not follow a store of versions: its config has no `weights`", param="weights"
             )
         self._follower.wake()
         return self._follower.status
@@ -285,7 +294,7 @@ class Coordinator:
         return StoreFollower(store, served, is_asleep, update, save, self._log)
 
     async def _probe_suspects(self) -> None:
-        """Probe replicas on a clock of its own: what `_watch` waits for does not hold it up."""
+        """Probe replicas in a separate task, so that waits of `_watch` do not delay it."""
         while True:
             await self._clock.sleep(self._config.probe_interval_s)
             if self._find_dead_nodes is not None:
@@ -314,7 +323,7 @@ class Coordinator:
             if reports != self._saved_reports:
                 await self._store.save_state(UPDATES, reports)
                 self._saved_reports = reports
-        except Exception as error:  # the disk may come back
+        except Exception as error:  # the disk may recover
             self._log.debug("metrics_not_saved", error=repr(error))
 
     async def _keep_history(self) -> None:
@@ -332,7 +341,9 @@ class Coordinator:
             was_stalled = now - watched_at > 2 * interval_s + 1.0
             watched_at = now
             if was_stalled:
-                continue  # by our own doing: handle the heartbeats that it held up before judging anyone
+                # This process itself was blocked: handle the delayed heartbeats before replicas are declared
+                # silent.
+                continue
             self.replicas.tick(now)
             self.rollouts.look(now)
             self.rollouts.begin_trim(now)
@@ -341,7 +352,7 @@ class Coordinator:
                 await self.places.look()
                 await self.rollouts.write_owed()
                 await self.replicas.sync.save_owed()
-            except StorageFull as error:  # the store has said so
+            except StorageFull as error:  # logged by the store
                 self._log.debug("records_not_written", error=repr(error))
-            except Exception as error:  # the disk may come back; what is owed stays owed until then
+            except Exception as error:  # the disk may recover; pending writes stay pending
                 self._log.error("not_written", error=repr(error))

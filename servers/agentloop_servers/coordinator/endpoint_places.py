@@ -1,16 +1,9 @@
-"""The chat endpoint's processes on several hosts: who has which sessions, and what went with a lost host.
+"""The partition map of chat endpoint processes on several hosts: the owner of each session, and failover.
 
-An id that the service makes names its process by number. A client's own id falls into one of `NUM_SLOTS` slots, and
-each slot has a holder. Sessions are on the disk of their process, so a slot never moves while its holder's host is
-there: a process that joins takes over the slots of lost hosts alone, and gets new ids of its own.
-
-A process is lost that has not joined for `LOST_AFTER_S`, unless it shares the coordinator's disk, where another one
-opens its file. A host that comes back has its file, and the sessions that are named by its number; clients' own ids
-are then another's, so it records nothing of them (`ShardRouter.check_may_record`).
-
-Where sessions are in the run's database, all that a lost process has goes to others, after `TAKEN_OVER_AFTER_S`:
-its slots, and its number to an heir. In the same transaction it loses its lease, so it writes nothing more; once it
-ends itself, or comes back, its disk gets a new number.
+A session id that the service makes contains its process's number. A client's own id is hashed to one of
+`NUM_SLOTS` slots, each owned by a process. Sessions on a process's disk stay with it: only the slots of lost hosts
+move, and a host that returns no longer records sessions in them (`ShardRouter.check_may_record`). With sessions in
+a shared database (`are_taken_over`), other processes take over the slots and numbers of a lost process.
 """
 
 from __future__ import annotations
@@ -28,21 +21,21 @@ NUM_SLOTS = 64
 LOST_AFTER_S = 25.0
 TAKEN_OVER_AFTER_S = 12.0  # longer than a process trusts its table (`shards.FRESH_S`)
 
-_SETTLES_S = 60.0  # for the processes of all hosts to join, before slots are given out
+_SETTLES_S = 60.0  # for the processes of all hosts to join, before slots are assigned
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPlaces:
-    """The places as the store keeps them for later coordinators."""
+    """The partition map as it is stored for the next coordinator."""
 
-    disks: dict[int, str]  # by the process's number
-    holders: tuple[int, ...] = ()  # by slot; empty until the first are given out
-    inherited: frozenset[int] = frozenset()  # slots whose earlier holder was lost, with the sessions there
-    heirs: dict[int, int] = field(default_factory=dict)  # by the number of a lost process
+    disks: dict[int, str]  # process number -> disk
+    holders: tuple[int, ...] = ()  # slot -> process number; empty until the first assignment
+    inherited: frozenset[int] = frozenset()  # slots whose earlier owner was lost together with its sessions
+    heirs: dict[int, int] = field(default_factory=dict)  # number of a lost process -> its failover owner
 
 
 class EndpointPlaces:
-    """Slots and numbers of processes. On one host nobody asks for numbers, and it only knows who listens where."""
+    """Assigns slots and numbers to processes. On one host it only stores their addresses."""
 
     def __init__(
         self,
@@ -54,8 +47,11 @@ class EndpointPlaces:
         *,
         are_taken_over: bool = False,
     ) -> None:
-        """`num_processes` is the number that slots wait for, at first. `save` also revokes leases, by name.
-        `are_taken_over`: sessions are in a database."""
+        """`num_processes` must join before slots are assigned at first.
+
+        `save` stores the map and also revokes leases, by name. `are_taken_over` is True if sessions are in a
+        shared database.
+        """
         self._are_taken_over = are_taken_over
         self._own_disk = own_disk
         self._num_processes = num_processes
@@ -72,37 +68,39 @@ class EndpointPlaces:
 
     @property
     def public_urls(self) -> tuple[str, ...]:
-        """The public addresses that a client may call, one a host."""
+        """The public addresses for clients, one per host."""
         return tuple(sorted({url for number, url in self._public_urls.items() if number not in self._lost}))
 
     def restore(self, saved: SavedPlaces | None) -> None:
-        """Go on with what an earlier coordinator saved: each process has its time to join anew."""
+        """Load an earlier coordinator's map. Each process has time to join again."""
         self._saved = saved or self._saved
         self._seen_at = dict.fromkeys(self._saved.disks, self._now())
 
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
-        """Return the numbers of the processes with a disk, of which there are `num` at least."""
+        """Return the numbers of the processes with a disk, and add numbers until there are `num`."""
         async with self._changing:
             disks, heirs = self._saved.disks, self._saved.heirs
             own = [number for number, its_disk in disks.items() if its_disk == disk and number not in heirs]
-            self._seen_at.update((number, self._now()) for number in own if number in self._seen_at)  # it starts
+            # It is starting
+            self._seen_at.update((number, self._now()) for number in own if number in self._seen_at)
             new = range(len(disks), len(disks) + num - len(own))
             if new:
                 await self._keep(replace(self._saved, disks={**disks, **dict.fromkeys(new, disk)}))
         return (*own, *new)
 
     async def join_endpoint(self, number: int, url: str, public_url: str) -> EndpointTable:
-        """Note that a process is there, and where it listens."""
+        """Record that a process is alive, and its addresses."""
         self._seen_at[number] = self._now()
         self._urls[number], self._public_urls[number] = url, public_url
         saved = self._saved
         return EndpointTable(dict(self._urls), saved.holders, self._lost, saved.inherited, saved.heirs)
 
     async def look(self) -> None:
-        """Find out who is lost, and give their slots to others."""
+        """Detect lost processes, and assign their slots to others."""
         now, disks = self._now(), self._saved.disks
         lost_after_s = TAKEN_OVER_AFTER_S if self._are_taken_over else LOST_AFTER_S
         lost = frozenset(
+            # A process on the coordinator's disk is not lost with its host: another process opens its files.
             number
             for number, seen_at in self._seen_at.items()
             if now - seen_at > lost_after_s and disks.get(number, self._own_disk) != self._own_disk
@@ -125,7 +123,8 @@ class EndpointPlaces:
                 await self._keep(replace(self._saved, holders=tuple(holders), inherited=inherited))
 
     async def _leave_to_heirs(self, lost: frozenset[int], there: list[int]) -> None:
-        """Give the numbers of lost processes, and those that they were heirs of, to others, and their slots."""
+        """Assign the numbers and slots of lost processes, and those that they had taken over, to other
+        processes."""
         saved, gone = self._saved, lost - set(self._saved.heirs)
         orphans = [*sorted(gone), *(number for number, heir in saved.heirs.items() if heir in lost)]
         slots = [slot for slot, number in enumerate(saved.holders) if number in lost]
@@ -135,6 +134,7 @@ class EndpointPlaces:
         load = Counter([*heirs.values(), *holders])
         _give(orphans, heirs, there, load)
         _give(slots, holders, there, load)
+        # The lost process's write lease is revoked in the same transaction, so it cannot write after the failover.
         leases = [sessions_lease(number) for number in gone]
         await self._keep(replace(saved, heirs=heirs, holders=tuple(holders)), leases)
 
@@ -144,7 +144,7 @@ class EndpointPlaces:
 
 
 def _give(places: Sequence[int], holders: dict[int, int] | list[int], there: list[int], load: Counter[int]) -> None:
-    """Give each place to the process that has the fewest then."""
+    """Assign each item to the process that has the fewest."""
     for place in places:
         holders[place] = holder = min(there, key=lambda number: (load[number], number))
         load[holder] += 1

@@ -1,4 +1,4 @@
-"""The series of the last quarter of an hour, in bounded memory. A coordinator that begins has none."""
+"""The metric history of the last 15 minutes, in bounded memory. It is empty after a coordinator restart."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from agentloop.observability.metrics import Labels, MetricSample
 
 MAX_BYTES = 4 << 20
 _VALUE_BYTES = 8
-_MOST_GONE = 64  # series without a value, and as many as there are
+_MOST_GONE = 64  # vanished series that may be kept, in addition to as many as the present ones
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     at: float
-    places: Mapping[tuple[str, Labels], int]  # in `values`, and further ones that came later; rows share it
-    values: array[float]  # NaN: the series was not there
+    # Series -> index in `values`; rows share this dict, which may have later series too
+    places: Mapping[tuple[str, Labels], int]
+    values: array[float]  # NaN: the series had no value
 
     def value(self, key: tuple[str, Labels]) -> float | None:
         place = self.places.get(key, len(self.values))
@@ -28,7 +29,7 @@ class _Row:
 
 
 class History:
-    """Rows of values, each a second or, where so many would not fit, more seconds apart."""
+    """Rows of values, one per second, or at a longer interval if the memory bound requires it."""
 
     def __init__(self) -> None:
         self._rows: deque[_Row] = deque()
@@ -37,14 +38,15 @@ class History:
 
     @property
     def interval_s(self) -> float:
-        """The time to the next row: whole seconds, so that rows as long as the last one fit for `HISTORY_S`."""
+        """Seconds until the next row: whole seconds, so that rows of the last one's length fit for `HISTORY_S`."""
         length = len(self._rows[-1].values) if self._rows else 0
         return float(max(1, math.ceil(length * _VALUE_BYTES * HISTORY_S / MAX_BYTES)))
 
     def add(self, at: float, samples: Iterable[MetricSample]) -> None:
-        """Keep the samples of `HISTORY_FAMILIES` as they are at `at`, in seconds since 1970."""
+        """Store the samples of `HISTORY_FAMILIES` with the time `at`, in seconds since 1970."""
         kept = {(one.name, one.labels): one.value for one in samples if one.name in HISTORY_FAMILIES}
-        if len(self._places) > 2 * len(kept) + _MOST_GONE:  # replicas of before
+        # Most indexes belong to series that are gone: start new ones
+        if len(self._places) > 2 * len(kept) + _MOST_GONE:
             self._places = {}
         for key in kept:
             self._places.setdefault(key, len(self._places))
@@ -54,7 +56,8 @@ class History:
             self._num_values -= len(self._rows.popleft().values)
 
     def page(self, names: Collection[str], since: float) -> HistoryPage:
-        """Return the rows after `since`, in seconds since 1970, of the families in `names`; empty: of all."""
+        """Return the rows after `since` (seconds since 1970) of the families in `names`, or of all if it is
+        empty."""
         rows = [row for row in self._rows if row.at > since]
         maps = {id(row.places): row.places for row in rows}.values()
         keys = dict.fromkeys(key for places in maps for key in places if not names or key[0] in names)

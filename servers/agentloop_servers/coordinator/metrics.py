@@ -1,7 +1,7 @@
-"""The metrics of the whole service: what its processes counted, added up, and what its state says.
+"""The metrics of the whole service: the sums of its processes' reports, and metrics derived from its state.
 
-A report counts once it is in the store, is answered then, and is shown from then on: so a count that was seen does
-not fall, whichever process dies, this one too.
+A report is stored before it is acknowledged and shown. So a displayed counter never decreases, also after a crash
+of any process.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from agentloop.observability.metrics import (
     SavedMetrics,
 )
 
-_SILENT_S = 6 * REPORT_S  # after which a process is said to be silent
-_GONE_S = 600.0  # after which nothing is said of it
+_SILENT_S = 6 * REPORT_S  # after this time a process is shown as down
+_GONE_S = 600.0  # after this time a process is removed
 
 
 @dataclass(slots=True)
 class _ReportingProcess:
-    name: str  # empty: it has gone, or was not heard since an earlier coordinator
+    name: str  # empty: the process has ended, or an earlier coordinator received its last report
     heard_at: float
     sequence: int = 0
     gauges: tuple[MetricSample, ...] = ()
-    engine: str = ""  # its own metrics
-    blocked: tuple[str, float] | None = None  # FILE:LINE, and when
+    engine: str = ""  # the engine's own metrics
+    blocked: tuple[str, float] | None = None  # FILE:LINE and the time
 
 
 class MetricsBook:
-    """The counts of all processes. `save` is called every REPORT_S."""
+    """The counters of all processes. Call `save` every REPORT_S."""
 
     def __init__(self, save: Callable[[SavedMetrics], Awaitable[None]], now: Callable[[], float]) -> None:
         self._save = save
         self._now = now
         self._total = MetricsTally()
         self._shown = MetricsPage((), ())
-        self._processes: dict[str, _ReportingProcess] = {}  # by life
-        self._unsaved: set[str] = set()  # lives
-        self._saved = asyncio.Event()  # set by the next save, and then another one
+        self._processes: dict[str, _ReportingProcess] = {}  # by process instance (`life`)
+        self._unsaved: set[str] = set()  # process instances with unsaved reports
+        self._saved = asyncio.Event()  # set by the next save, which then replaces it
 
     def restore(self, saved: SavedMetrics | None) -> None:
-        """Take up the counts of an earlier coordinator."""
+        """Load the counters of an earlier coordinator."""
         if saved is not None:
             self._total.add(saved.counted)
             self._shown = self._total.seen()
@@ -60,7 +60,7 @@ class MetricsBook:
             }
 
     async def report_metrics(self, report: MetricsReport) -> None:
-        """Add a report, each once; returns when it is in the store, of a last one at once."""
+        """Add a report once. Returns when it is stored; the last report of a process returns at once."""
         process = self._processes.setdefault(report.life, _ReportingProcess(report.process, 0.0))
         process.name, process.heard_at, process.gauges = report.process, self._now(), report.gauges
         process.engine = report.engine
@@ -76,8 +76,10 @@ class MetricsBook:
             await self._saved.wait()
 
     async def save(self) -> None:
-        """Save, show and answer what was reported. Raises what the store raises: the next save has it all, and
-        processes repeat what is not answered."""
+        """Store, show and acknowledge the reports received so far.
+
+        Re-raises the store's error: the next save includes them, and processes repeat unacknowledged reports.
+        """
         now = self._now()
         self._processes = {life: one for life, one in self._processes.items() if now - one.heard_at < _GONE_S}
         if not self._unsaved:
@@ -94,11 +96,11 @@ class MetricsBook:
         saved.set()
 
     def samples(self, status: ServiceStatus, flights: FlightPage) -> Iterator[MetricSample]:
-        """Iterate over the metrics that are of no single process."""
+        """Yield the metrics of the whole service, without those of single processes."""
         return chain(self._shown.samples, of_status(status), of_flights(flights))
 
     def page(self, status: ServiceStatus, flights: FlightPage) -> MetricsPage:
-        """Return all that there is to show."""
+        """Return all current metrics."""
         heard_since = self._now() - _SILENT_S
         heard = (one for one in self._processes.values() if one.engine and one.heard_at > heard_since)
         engines = tuple((one.name, one.engine) for one in heard)
@@ -106,7 +108,7 @@ class MetricsBook:
         return MetricsPage(samples, self._shown.observed, engines)
 
     def blocked(self) -> tuple[Blocked, ...]:
-        """Return what blocked the event loops of processes last."""
+        """Return the last blockage of each process's event loop."""
         found = ((one.name, one.blocked) for one in self._processes.values() if one.name)
         return tuple(Blocked(name, last[0], self._now() - last[1]) for name, last in found if last is not None)
 
@@ -123,7 +125,7 @@ class MetricsBook:
 
 
 def of_status(status: ServiceStatus) -> Iterator[MetricSample]:
-    """Iterate over the metrics that the service's state says."""
+    """Yield the metrics of the service's state."""
     states = Counter((replica.entry, replica.state) for replica in status.replicas)
     yield from (MetricSample("replicas", labels, num) for labels, num in states.items())
     for replica in status.replicas:
@@ -137,7 +139,7 @@ def of_status(status: ServiceStatus) -> Iterator[MetricSample]:
 
 
 def of_flights(flights: FlightPage) -> Iterator[MetricSample]:
-    """Iterate over the metrics of what is live."""
+    """Yield the metrics of live trajectories and sessions."""
     doing = Counter[str]()
     for name, num in flights.doing:
         kind, _, tool = name.partition(" ")
@@ -191,7 +193,7 @@ def _of_queue(status: ServiceStatus) -> Iterator[MetricSample]:
 
 
 def count_update(tally: MetricsTally, report: UpdateReport) -> None:
-    """Count a weight update that at least one replica took."""
+    """Count a weight update that succeeded on at least one replica."""
     tally.trace(report)
     came = [replica for replica in report.replicas if replica.error is None]
     transports = sorted({replica.transport or "files" for replica in came})

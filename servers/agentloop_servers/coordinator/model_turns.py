@@ -1,13 +1,9 @@
-"""Models that share their accelerators take turns: one is awake, all others sleep.
+"""Time sharing of accelerators: one model is awake while the others sleep.
 
-    look at all models ─► another one is wanted, and the one awake is idle or has had its time ─► sleep ─► wake
-
-A model is wanted while calls, samples or a weight update wait for it, frozen calls too: a sleep freezes running
-requests, and the next wake continues them, so no call ends by a switch. Only times are kept here: the awake model
-is read from the models themselves, so a new coordinator continues where the last one was.
-
-A model that an operator or a trainer has put to sleep stays asleep until it is woken by them, and all others sleep
-as long: the accelerators are somebody else's.
+A model is wanted while calls, samples or a weight update wait for it. It replaces the awake model when that is
+idle or has used its time. A sleep freezes running requests and the next wake continues them, so no call ends. The
+awake model is read from the models themselves, so a new coordinator continues. If an operator or trainer puts a
+model to sleep, all others sleep too until it is woken, because another program uses the accelerators.
 """
 
 from __future__ import annotations
@@ -25,14 +21,14 @@ from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.fleet.desired_state import TURN_REASON
 
 LOOK_S = 0.25
-IDLE_S = 1.0  # an engine's pauses between the turns of a few trajectories are shorter
+IDLE_S = 1.0  # longer than the gaps between the turns of a few trajectories
 
 _log = structlog.get_logger("coordinator")
 
 
 @dataclass(frozen=True, slots=True)
 class TurnsModel:
-    """A model that takes turns: calls of its coordinator, and the number of its replicas."""
+    """A model that shares its accelerators: calls of its coordinator, and the number of its replicas."""
 
     status: Callable[[], Awaitable[ServiceStatus]]
     sleep: Callable[[int, str], Awaitable[None]]
@@ -43,11 +39,11 @@ class TurnsModel:
 @dataclass(slots=True)
 class _Turn:
     began_at: float
-    busy_at: float  # the last time that the model had work
+    busy_at: float  # the last time it had work
 
 
 class ModelTurns:
-    """The turns of the models of a service, by name: the policy first. `run` goes on for ever."""
+    """The time sharing of a service's models by name, the policy first. `run` never returns."""
 
     def __init__(
         self,
@@ -65,10 +61,10 @@ class ModelTurns:
         self._start_timeout_s = start_timeout_s
         self._turns: dict[str, _Turn] = {}
         self._wanted_since: dict[str, float] = {}
-        self._next = next(iter(models))  # the model that the last switch was to
+        self._next = next(iter(models))  # the last model that was woken
 
     async def run(self) -> None:
-        """Start the models one after the other, the policy last; then let them take turns."""
+        """Start the models one after another, the policy last, then share the accelerators."""
         policy, *others = self._models
         for name in (*others, policy):
             await self._start(name)
@@ -76,23 +72,23 @@ class ModelTurns:
             await self._clock.sleep(LOOK_S)
             try:
                 await self._look()
-            except AgentLoopError as error:  # the next look is another attempt
+            except AgentLoopError as error:  # the next poll retries
                 _log.warning("turn_failed", code=error.code, error=str(error))
 
     async def _start(self, name: str) -> None:
-        """Have a model's replicas start, unless they have, while all others sleep: each needs the memory alone."""
+        """Start a model's replicas while all others sleep, because loading may need all memory."""
         model, deadline_at = self._models[name], self._clock.now() + self._start_timeout_s
         while self._clock.now() < deadline_at:
             try:
                 if len((await model.status()).replicas) >= model.num_replicas:
                     return
                 await self._give(name)
-            except AgentLoopError as error:  # its coordinator may not be there yet
+            except AgentLoopError as error:  # its coordinator may not run yet
                 _log.debug("model_not_started", model=name, code=error.code, error=str(error))
             await self._clock.sleep(LOOK_S)
 
     async def _look(self) -> None:
-        """Let another model have its turn if it is due."""
+        """Wake another model if it is due."""
         statuses = await self._statuses()
         awake = [name for name, status in statuses.items() if not status.asleep]
         if any(status.asleep and status.sleep_reason != TURN_REASON for status in statuses.values()):
@@ -104,7 +100,7 @@ class ModelTurns:
                 self._wanted_since.pop(name, None)
             else:
                 self._wanted_since.setdefault(name, now)
-        if len(awake) != 1:  # a switch has failed halfway, or it is a new coordinator's first look
+        if len(awake) != 1:  # a change failed halfway, or a new coordinator polls for the first time
             await self._give(awake[0] if awake else self._next)
             return
         turn = self._turns.setdefault(awake[0], _Turn(now, now))
@@ -120,9 +116,10 @@ class ModelTurns:
             _log.info("model_turn", model=wanted, **{name: round(value, 3) for name, value in times.items()})
 
     async def _give(self, name: str) -> None:
-        """Put all other models to sleep, then wake this one. If this raises, the next look repeats it."""
+        """Put all other models to sleep, then wake this one. The next poll retries after an error."""
         self._next, statuses = name, await self._statuses()
-        # Those that sleep already too: a replica may not have followed. The sleep of a trainer keeps its reason.
+        # Also models that sleep, because a replica may have failed to. A sleep ordered by a trainer keeps its
+        # reason.
         others = [
             one for one, status in statuses.items() if not status.asleep or status.sleep_reason == TURN_REASON
         ]
@@ -141,13 +138,13 @@ class ModelTurns:
 
 
 def check_turns(weight_bytes: Mapping[str, int], available_bytes: int) -> None:
-    """Raise InvalidRequest if the host cannot take the weights of all models but one, which sleep in its memory."""
+    """Raise InvalidRequest if the host's memory cannot hold the weights of all models but the smallest one."""
     asleep = sum(weight_bytes.values()) - min(weight_bytes.values())
     if asleep > available_bytes:
         parts = " + ".join(f"{name} {size / 2**30:.1f}" for name, size in weight_bytes.items())
         raise InvalidRequest(
-            f"the weights of the models that sleep need {asleep / 2**30:.1f} GiB of the host's memory (all but the "
-            f"least of {parts}), and {available_bytes / 2**30:.1f} are free: give models accelerators of their own",
+            f"the weights of sleeping models need {asleep / 2**30:.1f} GiB of host memory (all but the "
+            f"smallest of {parts}), but {available_bytes / 2**30:.1f} GiB are free: use separate accelerators",
             param="turns",
         )
 
@@ -157,9 +154,9 @@ def _is_busy(status: ServiceStatus) -> bool:
 
 
 def _is_wanted(status: ServiceStatus) -> bool:
-    """Return True if calls, samples or a weight update wait for a model that sleeps, and its turn helps them."""
+    """Return True if work waits for a sleeping model and can run once it is awake."""
     can_run = bool(status.starting) or (status.weight_version is not None and bool(status.replicas))
-    # Samples that are held need new weights: the turn of their model would not start them.
+    # Held samples need new weights, so waking their model would not start them.
     num_ready = status.queue.num_queued - sum(one.num_held for one in status.rollouts)
     is_awaited = _is_busy(status) or num_ready + status.queue.num_waiting > 0
     return status.num_awaiting_turn > 0 or (can_run and is_awaited)

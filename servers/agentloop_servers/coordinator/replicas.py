@@ -1,8 +1,7 @@
-"""Replicas: the coordinator's side towards replicas and operators, and places on replicas.
+"""Replicas: the coordinator's interface to replicas and operators, and the leases of slots on replicas.
 
-Ownership: the Fleet (states of replicas), the Balancer (places), the ReplicaSync (updates and orders), the
-LateReplicas and the Starts (permissions to take memory). It notifies `changed` whenever places may have become
-free or taken.
+Owns the Fleet (replica states), the Balancer (leases), the ReplicaSync (updates and orders), the LateReplicas and
+the Starts (admission of replica starts). It notifies `changed` whenever slots may have become free or used.
 """
 
 from __future__ import annotations
@@ -47,27 +46,30 @@ from agentloop.values.capabilities import features_of
 from agentloop_servers.cluster.host import software_of_process
 
 Probe = Callable[[str], Awaitable[None]]
-"""A function that samples one token on the replica at a URL. Raises the error if that fails."""
+"""Samples one token on the replica at a URL. Raises the error if that fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
-    """The bounds and deadlines of the control plane. All finite."""
+    """The limits and deadlines of the control plane. All are finite."""
 
-    kv_policy: KVPolicy = KVPolicy.RECOMPUTE  # of updates that do not say
-    initial_weights: WeightUpdate | None = None  # that engines load at their start, under their own version
-    begins_asleep: bool = False  # a new run: its models start one after the other
+    kv_policy: KVPolicy = KVPolicy.RECOMPUTE  # for updates without a policy
+    initial_weights: WeightUpdate | None = None  # the weights that engines load at their start, with their version
+    begins_asleep: bool = False  # True for a new run whose models start one after another
     max_queued_trajectories: int = 100_000
-    max_queued_bytes: int = 1 << 30  # of unfinished tasks, images too
-    max_attempts: int = 3  # of one trajectory, over lost workers
+    max_queued_bytes: int = 1 << 30  # the size of unfinished tasks, with images
+    max_attempts: int = 3  # per trajectory, counting lost workers
     max_page: int = 1000
     heartbeat_interval_s: float = 1.0
-    worker_timeout_s: float = 15.0  # silence after which a worker is lost; `take` waits half as long at most
-    worker_cut_s: float = 3.0  # the same, after a connection on which it waited for work broke
-    max_wait_s: float = 60.0  # of one `read`
-    placement_wait_s: float = 20.0  # of one call for a place; below its own deadline (`CoordinatorClient`)
-    restart_grace_s: float = 10.0  # for workers to say what they still run, before that is given out again
-    probe_interval_s: float = 5.0  # between generations asked of replicas that failed
+    # A worker without a call for this long is lost; `take` waits at most half as long
+    worker_timeout_s: float = 15.0
+    worker_cut_s: float = 3.0  # the same after its connection broke while it waited for work
+    max_wait_s: float = 60.0  # longest wait of a `read`
+    # Longest wait of a call for a lease; shorter than the caller's deadline (`CoordinatorClient`)
+    placement_wait_s: float = 20.0
+    # After a restart: the time for workers to report running samples, before these are dispatched again
+    restart_grace_s: float = 10.0
+    probe_interval_s: float = 5.0  # between probes of suspect replicas
     probe_timeout_s: float = 10.0
     num_lost_shown: int = 16
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -77,23 +79,23 @@ class CoordinatorConfig:
     waiting: WaitingConfig = field(default_factory=WaitingConfig)
     read_users: Callable[[], UserTable] = UserTable
     weights: WeightConfig = field(default_factory=WeightConfig)
-    head: str = ""  # the address of the host that a service cannot do without
-    disk: str = ""  # the one that has the run
-    num_endpoint_processes: int = 0  # over several hosts
-    is_encrypted: bool = False  # private connections
+    head: str = ""  # address of the host that has the run
+    disk: str = ""  # the disk that has the run
+    num_endpoint_processes: int = 0  # on all hosts
+    is_encrypted: bool = False  # private connections use TLS
     follows: FollowedStore | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest unless the deadlines nest."""
+        """Raise InvalidRequest unless the deadlines are consistent."""
         if not 2 * self.heartbeat_interval_s <= self.worker_cut_s <= self.worker_timeout_s / 2:
             raise InvalidRequest(
-                "worker_cut_s is at least two of heartbeat_interval_s, and at most half of worker_timeout_s",
+                "worker_cut_s must be at least 2 * heartbeat_interval_s and at most worker_timeout_s / 2",
                 param="worker_cut_s",
             )
 
 
 class Replicas:
-    """A ReplicaPort and a FleetPort. Call `tick` at every heartbeat interval, and close `late` at the end."""
+    """Implements ReplicaPort and FleetPort. Call `tick` every heartbeat interval, and close `late` at the end."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class Replicas:
         self._clock = clock
         self._log = log
         self._changed = changed
-        self.tally = MetricsTally()  # what the coordinator counts
+        self.tally = MetricsTally()  # the coordinator's own counters
         self.fleet = Fleet(config.fleet)
         self.balancer = Balancer(self.fleet, config.balancer)
         self.users = UserTurns(config.read_users, clock)
@@ -130,15 +132,15 @@ class Replicas:
             log=log,
         )
         self.starts = Starts()
-        self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # id, reason, when
-        self._entry_of: dict[str, str] = {}  # of the replicas
-        self._num_missing: Counter[str] = Counter()  # that left and were not replaced, by entry
+        self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # replica id, reason, time
+        self._entry_of: dict[str, str] = {}  # replica id -> engine pool
+        self._num_missing: Counter[str] = Counter()  # engine pool -> replicas that left and were not replaced
         self.groups = TrainerGroups(self.fleet, self.sync.steps, clock, self.update_weights)
         self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
-        # Versions of updates under way, for a moment also of refused ones.
+        # Versions of running updates, briefly including refused ones.
         self._coming: list[int] = []
-        self._epoch_version: int | None = None  # that the balancer was told last
-        self.dead_nodes: frozenset[str] = frozenset()  # which Ray gave up: it ends what still runs there
+        self._epoch_version: int | None = None  # the version that the balancer received last
+        self.dead_nodes: frozenset[str] = frozenset()  # nodes that Ray declared dead: Ray will end their processes
 
     @property
     def is_ready(self) -> bool:
@@ -147,19 +149,22 @@ class Replicas:
 
     @property
     def versions(self) -> FleetVersions:
-        """The versions that the fleet serves, and that of the update under way."""
+        """The fleet's served versions, and the version of a running update."""
         return FleetVersions(self.fleet.weight_version, max(self._coming, default=None), self.fleet.adapters)
 
-    # --- coming and going ---
+    # Registration and reports
 
     async def starting(self, replica_id: str, software: str) -> bool:
         if software != (own := software_of_process()):
-            raise InvalidRequest(f"replica {replica_id} has {software}, and the service {own}", param="software")
+            raise InvalidRequest(
+                f"replica {replica_id} runs {software}, the service {own}: install the same versions",
+                param="software",
+            )
         return self.starts.ask(replica_id, self._clock.now(), is_asleep=bool(self.sync.desired.orders.asleep))
 
     async def register(self, registration: ReplicaRegistration) -> None:
         if registration.node_id in self.dead_nodes:
-            raise ServiceUnavailable(f"Ray gave the host of replica {registration.replica_id} up")
+            raise ServiceUnavailable(f"Ray has declared the host of replica {registration.replica_id} dead")
         has_started = self.starts.ended(registration.replica_id)
         known = self.fleet.get(registration.replica_id)
         replica = self.fleet.register(registration, self._clock.now())
@@ -178,7 +183,7 @@ class Replicas:
     async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
         before = self.fleet.get(replica_id)
         if before is not None and before.registration.node_id in self.dead_nodes:
-            return True  # no sign of life
+            return True  # ignored: Ray has declared the node dead
         if report.is_noise and before is not None and not before.report.is_noise:
             self.tally.count("logprob_problems_total")
         is_known = self.fleet.heartbeat(replica_id, report, self._clock.now(), self.sync.ordered_pause)
@@ -191,19 +196,19 @@ class Replicas:
     async def deregister(self, replica_id: str, reason: str = "") -> None:
         self.starts.ended(replica_id)
         if self.fleet.deregister(replica_id):
-            self._forget(replica_id, reason or "it left")
+            self._forget(replica_id, reason or "it shut down")
 
     def tick(self, now: float) -> None:
-        """Forget silent replicas and starts, end direct leases that have expired, and adjust the balancer."""
+        """Remove silent replicas and starts, end expired leases, and adapt the KV share."""
         for replica_id in self.fleet.expire(now):
-            self._forget(replica_id, "it fell silent")
+            self._forget(replica_id, "it sent no report")
         self.starts.expire(now)
         self.balancer.expire(now)
         self.balancer.look(now)
         self._fleet_changed()
 
     def statuses(self) -> tuple[ReplicaStatus, ...]:
-        """Return one row for each replica."""
+        """Return one row per replica."""
         now = self._clock.now()
         uses = {replica.replica_id: self.balancer.kv_use(replica.replica_id) for replica in self.fleet.replicas}
         return tuple(
@@ -238,18 +243,18 @@ class Replicas:
 
     @property
     def num_refused(self) -> int:
-        """The private calls and connections that the replicas there are have refused."""
+        """The private calls and connections that the present replicas have refused."""
         return sum(replica.report.num_refused for replica in self.fleet.replicas)
 
     def lost(self) -> tuple[LostReplica, ...]:
-        """Return the replicas that left last, oldest first."""
+        """Return the replicas that left most recently, oldest first."""
         now = self._clock.now()
         return tuple(LostReplica(replica_id, reason, now - lost_at) for replica_id, reason, lost_at in self._lost)
 
     async def probe_suspects(self, probe: Probe) -> None:
-        """Probe every replica that is SUSPECT by failed calls; one that answers takes traffic again."""
+        """Probe each replica that is SUSPECT because of failed calls. One that answers takes traffic again."""
         if self.sync.desired.orders.is_paused or self.sync.desired.orders.asleep:
-            return  # no engine samples now
+            return  # no engine samples
         async with asyncio.TaskGroup() as group:
             for replica in self.fleet.to_probe():
                 group.create_task(self._probe_one(replica, probe), name=f"probe {replica.replica_id}")
@@ -260,17 +265,17 @@ class Replicas:
                 await probe(replica.url)
         except InvariantBroken:
             raise
-        except Exception as error:  # it fails as its calls did
+        except Exception as error:  # the probe fails like the calls before
             self._log.info("replica_not_proved", replica=replica.replica_id, error=repr(error))
         else:
             self.fleet.probe_answered(replica)
             self._log.info("replica_proved", replica=replica.replica_id)
             self._fleet_changed()
 
-    # --- places ---
+    # Leases
 
     def report_failure(self, lease: Lease) -> None:
-        """Count a call under this lease that got no answer, unless the lease has ended."""
+        """Count a failed call, unless its lease has ended."""
         replica, callers = self.fleet.get(lease.replica_id), self.balancer.callers(lease)
         if replica is not None and replica.url == lease.url and callers:
             is_shared = len(callers) > 1
@@ -283,7 +288,7 @@ class Replicas:
             self.balancer.release(lease, num_tokens, self._clock.now())
             self.waiting.changed()
 
-    # --- weights ---
+    # Weights
 
     @to_its_end
     async def update_weights(
@@ -312,7 +317,7 @@ class Replicas:
         except AgentLoopError:
             self.tally.count("weight_updates_total", "failed", "")
             raise
-        if report.version != report.previous_version:  # else a repeat, which lost no KV
+        if report.version != report.previous_version:  # otherwise a repeated push, which flushed no KV
             self.balancer.new_epoch(is_flushed=True, adapter=push.name)
         return report
 
@@ -330,16 +335,18 @@ class Replicas:
 
     @to_its_end
     async def sleep(self, level: int, reason: str = "") -> None:
-        """Put the fleet to sleep, and also the replicas that are starting, as soon as they have joined.
+        """Put the fleet to sleep, and starting replicas as soon as they have joined.
 
-        Raises EngineLost naming those that have not joined by the deadline; they follow later.
+        Raises EngineLost with the names of replicas that have not joined by the deadline; they sleep later.
         """
         await self.sync.sleep(level, reason)
         starting = set(self.starts.under_way)
         deadline_at = deadline_after(self._config.weights.sleep_timeout_s)
         while awake := [one for one in starting if one in self.starts.under_way or self._is_awake(one)]:
             if not await self._changed.wait_until(deadline_at):
-                raise EngineLost(f"asleep, but for replicas that are starting: {', '.join(sorted(awake))}")
+                raise EngineLost(
+                    f"the fleet sleeps, except for replicas that are still starting: {', '.join(sorted(awake))}"
+                )
 
     @to_its_end
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
@@ -348,11 +355,9 @@ class Replicas:
         if not had_kv and MemoryTag.KV_CACHE not in self.sync.desired.orders.asleep:
             self.balancer.new_epoch(is_flushed=True)
 
-    # --- inside ---
-
     @contextmanager
     def _update_under_way(self, version: int) -> Iterator[None]:
-        """During the block, begin no work that the update would make too stale; after it, that goes out at once."""
+        """Within the block, start no sample that the update would make too stale. Wakes workers afterwards."""
         self._coming.append(version)
         try:
             yield
@@ -361,7 +366,7 @@ class Replicas:
             self._changed.notify()
 
     def _follow_version(self, policy: KVPolicy) -> None:
-        """Tell the balancer of new weights once the fleet serves them."""
+        """Report new weights to the balancer once the fleet serves them."""
         version = self.fleet.weight_version
         if version is not None and version != self._epoch_version:
             self._epoch_version = version
@@ -382,7 +387,7 @@ class Replicas:
         self._fleet_changed()
 
     def _fleet_changed(self) -> None:
-        """Wake requests that wait for a place, and start late replicas."""
+        """Wake requests that wait for a lease, and start the tasks of late replicas."""
         self._changed.notify()
         if self.is_ready:
             self.waiting.fleet_changed()

@@ -1,8 +1,9 @@
-"""Rollouts: the coordinator's side towards clients and workers: accepted work, its workers, and its records.
+"""Rollouts: the coordinator's interface to clients and workers. Accepts work, dispatches it, and stores its
+records.
 
-Ownership: the RolloutQueue and the store. A submission is durable before it is queued, a record before it counts as
-finished; the queue alone decides which worker owns a sample. Leases come from, and go back to, the Replicas. A call
-that must not stop half-way (a submission, a hand-in) runs on, whatever becomes of its caller.
+Owns the RolloutQueue and the store. A submission is durable before it is queued, and a record before its sample is
+finished; only the queue decides which worker owns a sample. Leases come from `Replicas`. Submissions and submitted
+records complete even if their caller leaves.
 """
 
 from __future__ import annotations
@@ -67,41 +68,41 @@ from agentloop_servers.coordinator.assignments import (
 )
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
-_UNHEARD_S = 8.0  # a worker that was not heard of for so long is told of: it asks for work every few seconds
-_TRIM_GAP_S = 0.02  # between two batches of deletions
-_MAX_UNREAD = 1000  # rollouts, of which the oldest is forgotten
+_UNHEARD_S = 8.0  # workers without a call for this long are shown as silent: they poll every few seconds
+_TRIM_GAP_S = 0.02  # pause between two batches of deletions
+_MAX_UNREAD = 1000  # rollouts; the oldest is dropped
 _MAX_UNREAD_TOLD = 4
 _GIVEN_UP = FAILURES | {StopReason.CANCELLED}
 
-MAX_TAKEN = 32  # samples that one of several workers takes in one call; it asks again in a few milliseconds
+MAX_TAKEN = 32  # samples per call if there are several workers; a worker asks again in milliseconds
 
 
 @dataclass(slots=True)
 class _Poll:
-    """A worker's place at the door. Only its newest `take` is answered with work."""
+    """A worker's poll for work. Only its last `take` call gets work."""
 
     seen_at: float
     number: int = 0
-    cut_at: float | None = None  # its newest `take` was cut off while it waited
+    cut_at: float | None = None  # when the connection of its last `take` broke during the wait
     host: str = ""
     num_free: int = 0
-    flights: dict[str, Flight] = field(default_factory=dict)  # by assignment id, as of `told_at`
+    flights: dict[str, Flight] = field(default_factory=dict)  # assignment id -> activity, as of `told_at`
     told_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredCounts:
-    """The records that an earlier coordinator stored of a rollout, as its run and its groups count them."""
+    """The counts of a rollout's records that an earlier coordinator stored."""
 
     num_trained: int = 0  # can be trained on
-    first_version: int | None = None  # the oldest in these
-    num_complete: Mapping[str, int] = field(default_factory=dict)  # by group
+    first_version: int | None = None  # the oldest version in the trained records
+    num_complete: Mapping[str, int] = field(default_factory=dict)  # group id -> complete records
 
 
 class Rollouts:
-    """The WorkerPort, RolloutPort and LeasePort of a coordinator.
+    """Implements WorkerPort, RolloutPort and LeasePort.
 
-    Construct, `await restore()`, then call `look` and `write_owed` now and then.
+    Call `restore` once, then `look` and `write_owed` repeatedly.
     """
 
     def __init__(
@@ -131,18 +132,18 @@ class Rollouts:
         replicas.sync.adapters.in_use = self.queue.adapters
         self._reports = ReportDesk(config.balancer.lease_ttl_s)
         self._polls: dict[str, _Poll] = {}
-        self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
-        self._doubtful: set[str] = set()  # samples whose record may be stored: its commit failed
+        self._left: deque[str] = deque(maxlen=1000)  # workers that have shut down: their late calls get no work
+        self._doubtful: set[str] = set()  # samples whose commit failed, so that their record may be stored
         self._settling = asyncio.Lock()
-        self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
-        self._submitting = KeyedLocks()  # by rollout id
-        self._readers: dict[str, asyncio.Event] = {}  # of live rollouts that are read
-        self._unread: dict[str, float] = {}  # rollouts with a record that no reader had, and since when
+        self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # assignment id -> running submission of its record
+        self._submitting = KeyedLocks()  # locks by rollout id
+        self._readers: dict[str, asyncio.Event] = {}  # live rollout -> event for its readers
+        self._unread: dict[str, float] = {}  # rollout with unread records -> since when
         self._grace_until: float | None = None
         self._trimming: asyncio.Task[None] | None = None
         self._trim_at = 0.0
-        self._time = SteadyTime(time.time, clock.now)  # of ages
-        self.is_draining = False  # nothing is accepted or given out any more: the service stops
+        self._time = SteadyTime(time.time, clock.now)  # for the age of records
+        self.is_draining = False  # no work is accepted or dispatched, because the service stops
 
     @property
     def num_workers(self) -> int:
@@ -178,21 +179,23 @@ class Rollouts:
         )
 
     def unread(self) -> tuple[tuple[str, float], ...]:
-        """Return the rollouts whose records wait for a reader for longest, and the seconds since then."""
+        """Return the rollouts whose records have waited longest for a reader, with the seconds."""
         now = self._clock.now()
         oldest = heapq.nsmallest(_MAX_UNREAD_TOLD, self._unread.items(), key=lambda one: one[1])
         return tuple((rollout_id, now - since) for rollout_id, since in oldest)
 
     def running_by_host(self) -> Counter[str]:
-        """Count the trajectories that workers run, by the addresses of their hosts."""
+        """Return the number of running trajectories per host address."""
         running: Counter[str] = Counter()
         for worker_id, poll in self._polls.items():
             running[poll.host] += self.queue.num_running_at(worker_id)
         return running
 
     async def restore(self) -> None:
-        """Queue an earlier coordinator's unfinished work. It is given out after a grace period in which workers may
-        name what they still run."""
+        """Queue an earlier coordinator's unfinished work.
+
+        It is dispatched after a grace period in which workers report the samples that they still run.
+        """
         now = self._clock.now()
         by_rollout: dict[str, list[tuple[RolloutGroup, tuple[int, ...]]]] = {}
         for group, sample_indexes in await self._store.unfinished():
@@ -204,7 +207,7 @@ class Rollouts:
             self._log.info("work_restored", num_rollouts=len(by_rollout), num_queued=self.queue.num_queued)
 
     async def _restore(self, rollout_id: str, work: list[tuple[RolloutGroup, tuple[int, ...]]], now: float) -> None:
-        """Queue a rollout's unfinished samples, beside the counts of its stored records."""
+        """Queue a rollout's unfinished samples, with the counts of its stored records."""
         _, num_finished = await self._store.counts(rollout_id)
         limit = work[0][0].staleness
         is_counted = limit is not None and limit.trajectories_per_version is not None
@@ -224,14 +227,17 @@ class Rollouts:
         if terms.is_cancelled:
             self.queue.cancel(rollout_id)
 
-    # --- workers ---
+    # Calls of workers
 
     async def take(self, report: WorkerReport, wait_s: float) -> Orders:
         worker_id, now = report.worker_id, self._clock.now()
         if worker_id == COORDINATOR:
-            raise InvalidRequest("a worker needs an id", param="worker_id")
+            raise InvalidRequest("worker_id must not be empty", param="worker_id")
         if report.num_sampled and len(report.num_sampled) != len(report.running):
-            raise InvalidRequest("num_sampled has a number for each that is running", param="num_sampled")
+            raise InvalidRequest(
+                f"num_sampled has {len(report.num_sampled)} numbers for {len(report.running)} running samples",
+                param="num_sampled",
+            )
         if worker_id in self._left:
             return Orders()
         poll = self._polls.setdefault(worker_id, _Poll(now))
@@ -248,14 +254,15 @@ class Rollouts:
             if self.queue.num_queued and not self.is_draining:
                 is_answered = False
                 with suppress(TimeoutError):
-                    # A coordinator that was replaced gives out nothing: its successor may have given it out.
+                    # If another coordinator has taken over, it may have dispatched the queued samples, so nothing
+                    # is dispatched here.
                     async with asyncio.timeout(self._config.worker_timeout_s / 3):
                         await self._store.check_owner()
                         is_answered = True
                 if poll.number != number:
                     return Orders()
                 if not is_answered:
-                    break  # the worker asks again, and so shows that it lives
+                    break  # the worker asks again, which also shows that it is alive
             is_drained = report.host in self._replicas.sync.desired.orders.drained
             start = () if is_drained else self._assign(worker_id, self._at_once(report.num_free))
             if start or self.queue.has_new_cancels(worker_id):
@@ -267,7 +274,7 @@ class Rollouts:
                     poll.cut_at = self._clock.now()
                 raise
             if poll.number != number:
-                return Orders()  # a newer call of this worker is answered in its place, or it has left
+                return Orders()  # the worker's newer call gets the work, or the worker has left
             if not is_changed:
                 break
         self._polls.setdefault(worker_id, poll).seen_at = self._clock.now()
@@ -287,13 +294,16 @@ class Rollouts:
 
     async def finish(self, worker_id: str, records: tuple[EncodedRecord, ...]) -> tuple[bool | Refusal, ...]:
         if len(records) > MAX_HAND_IN:
-            raise InvalidRequest(f"one call hands in at most {MAX_HAND_IN} records", param="records")
+            raise InvalidRequest(
+                f"a call can submit at most {MAX_HAND_IN} records, not {len(records)}", param="records"
+            )
         under_way = [self._hand_in(worker_id, record) for record in records]
         await asyncio.wait(under_way)
         return tuple(map(self._answer, under_way))
 
     def _hand_in(self, worker_id: str, record: EncodedRecord) -> asyncio.Task[bool]:
-        """Begin the hand-in of a sample, or join the one under way. A slow disk holds one copy of each."""
+        """Start to store a sample's record, or join the running submission, so that a slow disk holds one copy of
+        each."""
         assignment_id = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
         under_way = self._hand_ins.get(assignment_id)
         if under_way is None:
@@ -306,31 +316,35 @@ class Rollouts:
         error = hand_in.exception()
         if error is None:
             return hand_in.result()
-        if not isinstance(error, AgentLoopError):  # the store's, or a bug
+        if not isinstance(error, AgentLoopError):  # an error of the store, or a bug
             self._log.error("record_not_stored", exc_info=error)
-            error = ServiceUnavailable(f"{type(error).__name__} in the coordinator")
+            error = ServiceUnavailable(
+                f"the coordinator could not store the record ({type(error).__name__}): submit it again"
+            )
         return Refusal.of(error)
 
     async def _finish(self, worker_id: str, assignment_id: str, record: EncodedRecord) -> bool:
         if self._doubtful:
             await self._settle()
         if not self.queue.is_live(assignment_id):
-            with suppress(Gone):  # it was stored, and is deleted
+            with suppress(Gone):  # stored and deleted by the retention policy
                 if not await self._store.has_record(record):
-                    raise InvalidRequest(f"{assignment_id} was never accepted", param="sample_index")
+                    raise InvalidRequest(
+                        f"unknown sample {assignment_id}: it was never accepted", param="sample_index"
+                    )
             return True
         if _is_dropped(record):
-            times = record.decoded().times  # it has no tokens
+            times = record.decoded().times  # cheap: the record has no tokens
             lost_tokens = None if times is None else times.lost_tokens
             if self.queue.drop_stale(worker_id, assignment_id, record.attempt, lost_tokens):
                 self._log.info("trajectory_dropped", assignment=assignment_id, attempt=record.attempt)
                 self._lost((assignment_id,))
-            return False  # else it is queued or run by another worker already
+            return False  # otherwise it is queued or runs at another worker
         if record.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(assignment_id):
             if not self.queue.is_running_at(worker_id, assignment_id):
-                return False  # it is queued, or another worker runs it: a failure here is not its end
+                return False  # it is queued or runs at another worker, so this failure does not end it
             if record.stop_reason is StopReason.CANCELLED or self._is_run_again(record):
-                self.queue.give_back(worker_id, assignment_id)  # it was not cancelled: another worker shall run it
+                self.queue.give_back(worker_id, assignment_id)  # it was not cancelled, so another worker runs it
                 self._lost((assignment_id,))
                 return False
         record = self._aged(record)
@@ -343,16 +357,20 @@ class Rollouts:
         try:
             is_new = await self._store.add_records([record]) > 0
         except BaseException:
-            self._doubtful.add(assignment_id)  # it may be stored: its group keeps the place until that is known
+            # It may be stored, so its group keeps the slot until `_settle` knows.
+            self._doubtful.add(assignment_id)
             raise
-        # Otherwise the sample has another record, which was written meanwhile: that one counts, not this one.
+        # If it is not new, another record was stored first, and that one counts.
         stored = record if is_new else await self._store.stored(assignment_id)
         self._recorded(assignment_id, stored or record, counts=stored is not None)
         return True
 
     async def _settle(self) -> None:
-        """Ask the store which records are stored although their commit failed, and count these once, as they are
-        stored. The others give their keep places back. Raises the store's errors."""
+        """Check which records of failed commits are stored, and count these once. The others release their `keep`
+        slots.
+
+        Re-raises the store's errors.
+        """
         async with self._settling:
             for assignment_id in tuple(self._doubtful):
                 stored = await self._store.stored(assignment_id)
@@ -366,7 +384,7 @@ class Rollouts:
         return tuple(assignment_id for assignment_id in assignment_ids if self.queue.is_live(assignment_id))
 
     def look(self, now: float) -> None:
-        """Count the silence of workers and of processes that report, and end the grace of a restart."""
+        """Detect silent workers and processes, and end the grace period after a restart."""
         self._reports.expire(now)
         self.queue.set_versions(self._replicas.versions, now)
         for worker_id, poll in list(self._polls.items()):
@@ -381,14 +399,14 @@ class Rollouts:
             self._changed.notify()
 
     def begin_trim(self, now: float) -> None:
-        """Begin to delete what the retention policy lets go, if that is due and not under way."""
+        """Start to delete records by the retention policy, if it is due and not running."""
         is_due = now >= self._trim_at and self._config.retention.deletes
         if is_due and (self._trimming is None or self._trimming.done()):
             self._trim_at = now + self._config.retention_interval_s
             self._trimming = self.tasks.start(self._trim())
 
     async def _trim(self) -> None:
-        """Delete in batches, with what waits for the store between them."""
+        """Delete in batches, so that other writes reach the store between them."""
         self._time.not_before(await self._store.last_mark())
         num_deleted = 0
         while True:
@@ -403,7 +421,10 @@ class Rollouts:
             self._log.info("records_deleted", num_rows_and_pages=num_deleted)
 
     async def write_owed(self) -> None:
-        """Write the records that the coordinator owes. Raises the store's errors; what failed stays owed."""
+        """Write the pending records of samples that no worker finishes.
+
+        Re-raises the store's errors; failed records stay pending.
+        """
         if self._doubtful:
             await self._settle()
         owed = self.queue.pending_records(self._clock.now())
@@ -414,11 +435,11 @@ class Rollouts:
             is_new = await self._store.add_records(records) == len(records)
             for item, one, record in zip(items, made, records, strict=True):
                 self._replicas.tally.trace(one)
-                # A worker's record whose commit answer was lost is stored in place of ours, and counts.
+                # If a worker's record was stored although its commit failed, that record counts.
                 stored = None if is_new else await self._store.stored(item.sample.assignment_id)
                 self._recorded(item.sample.assignment_id, stored or record)
 
-    # --- clients ---
+    # Calls of clients
 
     @to_its_end
     async def submit(
@@ -429,8 +450,9 @@ class Rollouts:
         user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         if self.is_draining:
-            raise ServiceUnavailable("the service is stopping")
-        async with self._submitting.of(rollout_id):  # a repeat waits until the first is durable, and is told of it
+            raise ServiceUnavailable("the service is stopping: submit again after its restart")
+        # A repeat waits until the first call is durable, and returns its rollout
+        async with self._submitting.of(rollout_id):
             own_rollout_id, owner = await self._whole_id(rollout_id, terms.owner, user_names)
             return await self._submit(own_rollout_id, groups, replace(terms, owner=owner), user_names)
 
@@ -455,15 +477,20 @@ class Rollouts:
         else:
             is_live = self.queue.status(rollout_id) is not None
             if not is_live and await self._store.holds_sessions(rollout_id):
-                raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
+                raise Conflict(
+                    f"rollout {rollout_id} has recorded sessions: use another rollout id", param="rollout_id"
+                )
             stored = await self._store.terms(rollout_id)
             is_same = stored.groups_digest == groups_digest(encoded)
             is_same &= shown_id(stored.adapter) == shown_id(terms.adapter)
             if is_same and known.owner == terms.owner:
                 if not is_live and not known.is_done:
                     await self._queue_stored(rollout_id)
-                return await self._by_id(rollout_id)  # the same submission again: its answer was lost
-            raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
+                return await self._by_id(rollout_id)  # a repeated submission, whose response was lost
+            raise Conflict(
+                f"rollout {rollout_id} already exists with other groups or terms: use another rollout id",
+                param="rollout_id",
+            )
         try:
             await self._store.accept(rollout_id, groups, terms, encoded)
             self.queue.add(rollout_id, self._clock.now())
@@ -474,7 +501,7 @@ class Rollouts:
         return await self._by_id(rollout_id)
 
     async def _queue_stored(self, rollout_id: str) -> None:
-        """Queue accepted work that the queue does not have: the database lost the answer of the commit."""
+        """Queue accepted work that is missing in the queue, because the commit's response was lost."""
         work = [one for one in await self._store.unfinished() if one[0].rollout_id == rollout_id]
         if work:
             await self._restore(rollout_id, work, self._clock.now())
@@ -488,7 +515,7 @@ class Rollouts:
 
     @to_its_end
     async def record(self, record: EncodedRecord) -> None:
-        """Store a finished session's record. Readers do not wait for more: their number is not known."""
+        """Store the record of a finished session. Does not wake readers: the number of sessions is not known."""
         if await self._store.record(self._aged(record)):
             assignment_id = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
             self._log.info("session_recorded", assignment=assignment_id, is_complete=record.is_complete)
@@ -497,19 +524,19 @@ class Rollouts:
         self, rollout_id: str, after: int, limit: int, wait_s: float, user_names: tuple[str, ...] | None = None
     ) -> EncodedPage:
         if after < 0:
-            raise InvalidRequest("a cursor is not negative", param="after")
+            raise InvalidRequest(f"cursor is {after}, expected 0 or more", param="after")
         if limit < 1:
-            raise InvalidRequest("a page holds at least one record", param="limit")
+            raise InvalidRequest(f"limit is {limit}, expected 1 or more", param="limit")
         rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         limit = min(limit, self._config.max_page)
         deadline_at = deadline_after(min(wait_s, self._config.max_wait_s))
         while True:
-            # The status first, then the records: a reader of `is_done` and no record has had them all. A record
-            # that is committed from here on sets the event.
+            # The status is read before the records: a reader that gets `is_done` and no record has read all. A
+            # record that is committed after this point sets the event.
             is_live = self.queue.status(rollout_id) is not None
             event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None
             status = await self._by_id(rollout_id)
-            self._unread.pop(rollout_id, None)  # before the read: what comes meanwhile is unread
+            self._unread.pop(rollout_id, None)  # before the read: later records are unread
             rows = await self._store.read(rollout_id, after, limit)
             if len(rows) == limit:
                 self._note_unread(rollout_id)
@@ -535,13 +562,13 @@ class Rollouts:
         rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         cancellation = self.queue.cancel(rollout_id)
         self._changed.notify()
-        await self._store.cancel(rollout_id)  # before the answer: the next coordinator goes on with it
+        await self._store.cancel(rollout_id)  # before the response, so that the next coordinator also cancels
         await self.write_owed()
         num_dropped, num_running = len(cancellation.dropped), len(cancellation.running)
         self._log.info("rollout_cancelled", rollout=rollout_id, num_queued=num_dropped, num_running=num_running)
         return await self._by_id(rollout_id)
 
-    # --- leases of trajectories and sessions ---
+    # Leases of trajectories and sessions
 
     async def lease(
         self,
@@ -552,7 +579,7 @@ class Rollouts:
         prefixes: tuple[Prefix, ...] = (),
     ) -> Lease:
         if self.is_draining and self._replicas.balancer.lease_of(session_holder(session_id)) is None:
-            raise ServiceUnavailable("the service is stopping")
+            raise ServiceUnavailable("the service is stopping: call again after its restart")
         wait_s = self._config.placement_wait_s
         demand = Demand(
             holder_id=session_holder(session_id),
@@ -566,7 +593,7 @@ class Rollouts:
         return await self._replicas.waiting.begin_call(demand, wait_s)
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Raises NoHealthyReplica, UnsupportedParameter, or NotFound for a holder that has nothing to move."""
+        """Raises NoHealthyReplica, UnsupportedParameter, or NotFound if the holder has no lease."""
         if is_failed:
             self._replicas.report_failure(lease)
         return await self._replicas.waiting.go_on(
@@ -581,28 +608,29 @@ class Rollouts:
             self._count_tokens(report)
             news = replace(report, leases=self._known(report.leases))
         else:
-            news = LeaseReport(report.process_id, report.sequence)  # a sign of life
+            news = LeaseReport(report.process_id, report.sequence)  # renews the leases only
         orders = self._replicas.balancer.took(news, now)
         self._replicas.waiting.changed()
         return replace(orders, send_all=self._reports.needs_full_report(report.process_id))
 
-    # --- inside ---
-
     def _count_tokens(self, report: LeaseReport) -> None:
-        """Count the turns that have ended for their users."""
+        """Count the tokens of finished turns for their users."""
         balancer, users = self._replicas.balancer, self._replicas.users
         for turn in report.turns:
             if isinstance(turn, TurnEnded) and (holder_id := balancer.holder_of(turn.lease_id)) is not None:
                 users.count_tokens(users.name_of(owner_of(holder_id)), turn.num_context_tokens)
 
     def _known(self, leases: tuple[HeldLease, ...] | None) -> tuple[HeldLease, ...] | None:
-        """Return those whose holders there are: a trajectory that has its record needs no place any more."""
+        """Return the leases of sessions and live trajectories.
+
+        A trajectory with a durable record needs no lease.
+        """
         if leases is None:
             return None
         return tuple(one for one in leases if is_session_holder(one.holder_id) or self.queue.is_live(one.holder_id))
 
     def _holder_of(self, given_id: str) -> str:
-        """Return the holder of a lease: the assignment of this id, or else the session."""
+        """Return the holder id: the assignment with this id, otherwise the session."""
         return given_id if self.queue.is_live(given_id) else session_holder(given_id)
 
     def _moved(self, given_id: str, lease: Lease, is_failed: bool, needs: Needs) -> Lease:
@@ -610,19 +638,24 @@ class Rollouts:
         holder_id = self._holder_of(given_id)
         held = balancer.lease_of(holder_id)
         if held is None and holder_id != given_id:
-            raise NotFound(f"{given_id} is neither running nor a session with a lease", param="assignment_id")
-        if held is None:  # granted by a coordinator before this one
+            raise NotFound(
+                f"{given_id} is neither a running trajectory nor a session with a lease", param="assignment_id"
+            )
+        if held is None:  # granted by an earlier coordinator
             balancer.adopt(Demand(given_id, group_id=group_key(given_id)), lease, self._clock.now())
         elif held.lease_id != lease.lease_id:
-            return held  # it has moved already; that answer was lost
+            return held  # it has moved already, and that response was lost
         return balancer.move(lease, is_failed, needs)
 
     def _at_once(self, num_free: int) -> int:
-        """Return how many of its free places a worker may fill in one call: others shall have theirs."""
+        """Return the number of slots that a worker may fill in one call, so that other workers get work too."""
         return num_free if self.num_workers <= 1 else min(num_free, MAX_TAKEN)
 
     def _assign(self, worker_id: str, num_free: int) -> tuple[Assignment, ...]:
-        """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""
+        """Dispatch samples that get a lease.
+
+        Nothing is dispatched without a replica or during the grace period.
+        """
         if self.is_draining or self._grace_until is not None or not self._replicas.is_ready:
             return ()
         waiting, now, versions = self._replicas.waiting, self._clock.now(), self._replicas.versions
@@ -637,16 +670,18 @@ class Rollouts:
         return tuple(assignment(sample, lease) for sample, lease in placed)
 
     def _aged(self, record: EncodedRecord) -> EncodedRecord:
-        """The record with its staleness by what the fleet serves now: an update may have come since its worker
-        judged it, and it is then told, not dropped. Tokens of weights that were taken back are as stale as these
-        are far ahead."""
+        """Return the record with its staleness by the current versions.
+
+        An update may have finished since its worker checked it; the record is then kept and only labeled. Tokens
+        with a version above the served one, after a rollback, count as stale by the difference.
+        """
         versions = self._replicas.versions.of(record.adapter)
         served, coming = versions.served, versions.coming
         oldest, newest = record.oldest_version, record.newest_version
         if served is None or oldest is None or newest is None:
             return record
         staleness = max(0, served - oldest)
-        if newest > max(served, coming or 0) + 1:  # a replica commits a moment before the fleet does
+        if newest > max(served, coming or 0) + 1:  # a replica commits a moment before the fleet's version changes
             staleness = max(staleness, newest - served)
         limit = record.max_staleness
         if limit is not None and staleness > limit:
@@ -655,7 +690,7 @@ class Rollouts:
         return replace(record, staleness=staleness)
 
     async def _stored(self, rollout_id: str) -> _StoredCounts:
-        """Count what an earlier coordinator stored of a rollout."""
+        """Count the records that an earlier coordinator stored."""
         num_trained, oldest, cursor = 0, list[int](), 0
         num_complete: Counter[str] = Counter()
         while page := await self._store.read(rollout_id, cursor, MAX_RECORD_BATCH):
@@ -668,13 +703,18 @@ class Rollouts:
         return _StoredCounts(num_trained, min(oldest, default=None), num_complete)
 
     def _is_run_again(self, record: EncodedRecord) -> bool:
-        """Tell if a trajectory that its engines failed has an attempt left; the record of the last one is kept."""
+        """Return True if a trajectory with failed engines has an attempt left.
+
+        The last attempt's record is stored.
+        """
         is_failed = record.stop_reason is StopReason.ENGINE_FAILED
         return is_failed and record.attempt + 1 < self._config.max_attempts
 
     def _recorded(self, assignment_id: str, record: EncodedRecord, *, counts: bool = True) -> None:
-        """Finish the sample of a durable record, end its lease and wake its readers. `counts` is False if its row
-        cannot be read."""
+        """Finish the sample of a durable record, end its lease and wake its readers.
+
+        `counts` is False if the stored row cannot be read.
+        """
         is_trained, is_kept = counts and record.is_trained, counts and record.is_sound
         num_tokens = record.num_response_tokens if counts and record.is_complete else None
         if not self.queue.finished(assignment_id, is_trained=is_trained, is_kept=is_kept):
@@ -695,14 +735,14 @@ class Rollouts:
             del self._unread[next(iter(self._unread))]
 
     def _lost(self, assignment_ids: tuple[str, ...]) -> None:
-        """These left their worker: queued again or owed a record, in either case without a place."""
+        """End the leases of samples that have left their worker."""
         for assignment_id in assignment_ids:
             self._replicas.end_lease(assignment_id)
         if assignment_ids:
             self._changed.notify()
 
     async def _status(self, rollout_id: str, user_names: tuple[str, ...] | None) -> RolloutStatus:
-        """Raises NotFound for a rollout that is unknown, or another user's."""
+        """Return a rollout's status. Raises NotFound if it is unknown or another user's."""
         for possible_id, owner in possible_ids(rollout_id, user_names):
             with suppress(NotFound):
                 status = await self._by_id(possible_id)
@@ -711,7 +751,7 @@ class Rollouts:
         raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
 
     async def _whole_id(self, rollout_id: str, owner: str, user_names: tuple[str, ...] | None) -> tuple[str, str]:
-        """Return the whole id and the owner of a rollout that a user names, known or new."""
+        """Return the full id and the owner of a known or new rollout that a user names."""
         try:
             known = await self._status(rollout_id, user_names)
         except NotFound:
@@ -731,15 +771,17 @@ class Rollouts:
 
 
 def _is_dropped(record: EncodedRecord) -> bool:
-    """Return True if the worker discarded the tokens for their age. A stopped trajectory keeps its tokens."""
+    """Return True if the worker dropped the tokens as too old. A stopped trajectory keeps its tokens."""
     return record.stop_reason is StopReason.STALE and record.num_response_tokens == 0
 
 
 def _surplus(record: EncodedRecord) -> EncodedRecord:
-    """Return a complete record as that of a sample which its group needs no more: cancelled, and not trained on.
+    """Return a complete record of a full group as a cancelled one, which is not trained on.
 
-    The one case in which a record is decoded here, and encoded again.
+    Only here is a record decoded and encoded again.
     """
     cancelled = replace(record.decoded(), stop_reason=StopReason.CANCELLED, is_complete=False, reward=None)
-    surplus = EncodedRecord.of(ended(replace(cancelled, error="its group had the samples that it keeps")))
+    surplus = EncodedRecord.of(
+        ended(replace(cancelled, error="its group already had the complete samples that it keeps"))
+    )
     return replace(surplus, digest=record.digest)

@@ -1,15 +1,15 @@
-"""The coordinator's HTTP port: one route for each call of its ports, typed by their signatures.
+"""The coordinator's HTTP port, with one route per call of its ports.
 
     ReplicaPort, FleetPort                by `Replicas`      (replicas.py)
     TrainerPort                           by `TrainerGroups` (agentloop/fleet/trainer_groups.py)
     WorkerPort, RolloutPort, LeasePort    by `Rollouts`      (rollouts.py): `take`, `finish`, `submit`, `lease`, ...
     MetricsPort                           by `MetricsBook`   (metrics.py)
     records, images, turn journals        by `TrajectoryStore` (agentloop/storage/trajectory_store.py)
-    places of endpoint processes          by `EndpointPlaces`  (endpoint_places.py)
+    endpoint processes                    by `EndpointPlaces`  (endpoint_places.py)
     the rest of FrontPort                 by `Coordinator`   (coordinator.py): `status`, `flight`, ...
 
-A request body holds the arguments of a call as a tuple, a response body its result, both in the codec's bytes. The
-caller numbers its commands to the fleet; a command that arrives late is refused.
+A request body is the tuple of a call's arguments, a response body its result, both encoded by the codec. Callers
+number their commands to the fleet; a command that arrives after a later one is refused.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from agentloop_servers.private_http.trust import Trust
 
 SERVER_NAME = "coordinator"
 _NONE = inspect.Parameter.empty
-CALLS_END_S = 0.5  # there are always calls that wait for work
+CALLS_END_S = 0.5  # calls that wait for work are always open, so a longer grace would only delay the end
 
 
 @dataclass(frozen=True, slots=True)
 class CallType:
-    """The types that one call of a port carries."""
+    """The types of one call of a port."""
 
     name: str
     parameters: tuple[str, ...]
-    arguments: Any  # a tuple of the parameters' types
+    arguments: Any  # the tuple type of the parameters
     answer: Any
     defaults: dict[str, Any]
 
 
 def calls_of(port: type) -> dict[str, CallType]:
-    """Return the calls of a port, its bases' too, by name."""
+    """Return the calls of a port and its bases, by name."""
     found = {}
     for owner in reversed(port.__mro__):
         for name, method in vars(owner).items():
@@ -79,10 +79,8 @@ STAGES = frozenset({"update_weights", "push_adapter", "unload_adapter", *calls_o
 
 
 class CoordinatorServer(PrivateServer):
-    """Serves a coordinator's ports."""
-
     def __init__(self, coordinator: Coordinator, trust: Trust, host: str = "127.0.0.1") -> None:
-        self._fencing: defaultdict[int, FencingGuard] = defaultdict(FencingGuard)  # by the caller's epoch
+        self._fencing: defaultdict[int, FencingGuard] = defaultdict(FencingGuard)  # the caller's epoch -> its guard
         for_workers = calls_of(WorkerPort) | calls_of(LeasePort) | calls_of(MetricsPort)
         calls = calls_of(ReplicaPort) | for_workers | calls_of(FrontPort)
         routes = [

@@ -1,4 +1,4 @@
-"""The client of private ports: one pool of connections, and every failure as one of our errors."""
+"""The client of private ports: a connection pool per process. Every failure is raised as one of our errors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from agentloop_servers.private_http.server import Misdirected
 from agentloop_servers.private_http.trust import Trust, prove
 
 CONNECT_TIMEOUT_S = 5.0
-KEPT_IDLE_S = 300.0  # less than servers keep theirs: tools run for minutes, and then all turns come back
-MAX_OPENING = 64  # connections to one server at a time; the others wait for one of these, or for a free one
-LARGE_BODY_BYTES = 1 << 20  # what is larger is sent in pieces: aiohttp writes bytes in one go, and warns of it
+KEPT_IDLE_S = 300.0  # seconds; shorter than the servers' limit, but tools run for minutes before all turns return
+# Connections to one server that may open at a time; other requests wait for one of them or for a free one
+MAX_OPENING = 64
+# Larger bodies are sent in chunks, because aiohttp writes bytes at once and warns about it
+LARGE_BODY_BYTES = 1 << 20
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _NOT_SENT = ("accept", "accept-encoding", "content-type", "user-agent")
 
 
 class PrivateHttp:
-    """The connections of one process to the private ports of others."""
+    """The connections of one process to private ports."""
 
     def __init__(
         self,
@@ -44,8 +46,10 @@ class PrivateHttp:
         unreachable: type[AgentLoopError] | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        """`lost` is raised for a peer that hangs up or falls silent, `late` for one that does not answer in time.
-        Without a connection `unreachable` is, else `lost`: the request was not received."""
+        """`lost` is raised if a peer hangs up or sends nothing, `late` if its response takes too long.
+
+        `unreachable` (default: `lost`) is raised if the connection failed, so that the request was not received.
+        """
         self._trust = trust
         self._raised = _Raised(lost, late, lost if unreachable is None else unreachable)
         self._connect_timeout_s = connect_timeout_s
@@ -60,9 +64,9 @@ class PrivateHttp:
         headers: Mapping[str, str] = NO_HEADERS,
         silence_s: float | None = None,
     ) -> OpenAnswer:
-        """Send a request; enter the result for its answer. Call on the event loop that will use it.
+        """Send a request; enter the result to get its response. Call on the event loop that uses it.
 
-        A peer from which nothing comes for `silence_s` is lost.
+        A peer that sends nothing for `silence_s` counts as lost.
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -85,7 +89,7 @@ class PrivateHttp:
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """The errors that a transport's failures become."""
+    """The error types for transport failures."""
 
     lost: type[AgentLoopError]
     late: type[AgentLoopError]
@@ -93,7 +97,7 @@ class _Raised:
 
 
 class OpenAnswer:
-    """A request as a context. Failures of its transport are raised as our errors."""
+    """A request as a context manager. Transport failures are raised as our errors."""
 
     def __init__(self, context: aiohttp.client._RequestContextManager, url: str, raised: _Raised) -> None:
         self._context = context
@@ -111,7 +115,7 @@ class OpenAnswer:
             raise self._ours(error) from error
         envelope = _envelope(body)
         if envelope is None:
-            foreign = aiohttp.ClientError(f"HTTP {answer.status} of a server that is not ours")
+            foreign = aiohttp.ClientError(f"unexpected HTTP {answer.status}, not from an agentloop server")
             raise self._raised.lost(f"{self._url}: {foreign}") from foreign
         refusal = from_wire(envelope, answer.status)
         if isinstance(refusal, Misdirected):
@@ -125,11 +129,11 @@ class OpenAnswer:
 
     def _ours(self, error: Exception) -> Exception:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return self._raised.unreachable(f"{self._url}: no connection in time")
+            return self._raised.unreachable(f"{self._url}: could not connect within the timeout")
         if isinstance(error, aiohttp.SocketTimeoutError):
-            return self._raised.lost(f"{self._url}: it has fallen silent")
+            return self._raised.lost(f"{self._url}: the peer stopped sending data")
         if isinstance(error, TimeoutError):
-            return self._raised.late(f"{self._url}: no answer in time")
+            return self._raised.late(f"{self._url}: no response within the timeout")
         if isinstance(error, aiohttp.ClientError | asyncio.IncompleteReadError | OSError):
             is_unsent = isinstance(error, aiohttp.ClientConnectorError)
             kind = self._raised.unreachable if is_unsent else self._raised.lost
@@ -138,7 +142,7 @@ class OpenAnswer:
 
 
 def _envelope(body: bytes) -> Any:
-    """The error that an answer carries; None if it is not one of ours."""
+    """Return the error object in a response; None if the response is not from one of our servers."""
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -147,10 +151,11 @@ def _envelope(body: bytes) -> Any:
 
 
 class Connector(aiohttp.TCPConnector):
-    """A pool of connections without a limit of its own: its user bounds the requests in flight.
+    """A connection pool without a total limit: its user limits the requests in flight.
 
-    Few are opened at a time, so that a burst is no flood of handshakes, and a free one is taken first. A standstill
-    of this process does not count for the opening. With `trust`, each server has to know it too.
+    Few connections open at a time, so that a burst does not cause a flood of handshakes; a free connection is used
+    first. Time while this process is blocked does not count for the connect timeout. With `trust`, each server is
+    authenticated.
     """
 
     def __init__(self, trust: Trust | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
@@ -159,12 +164,13 @@ class Connector(aiohttp.TCPConnector):
         super().__init__(limit=0, keepalive_timeout=KEPT_IDLE_S, socket_factory=_client_socket, ssl=tls)
         self._trust = trust
         self._connect_timeout_s = connect_timeout_s
-        self._opening: WeakValueDictionary[object, asyncio.Semaphore] = WeakValueDictionary()  # by server
+        # Server -> limit of opening connections
+        self._opening: WeakValueDictionary[object, asyncio.Semaphore] = WeakValueDictionary()
 
     async def connect(
         self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> Connection:
-        """Return a free connection, or a new one in its turn."""
+        """Return a free connection, or wait to open a new one."""
         gate = self._opening.get(req.connection_key)
         if gate is None:
             self._opening[req.connection_key] = gate = asyncio.Semaphore(MAX_OPENING)
@@ -182,12 +188,13 @@ class Connector(aiohttp.TCPConnector):
 
     @staticmethod
     async def _prove(trust: Trust, protocol: ResponseHandler, request: aiohttp.ClientRequest) -> None:
-        transport = cast(asyncio.Transport, protocol.transport)  # uvloop's is none by its class
+        # Uvloop's transport does not inherit from asyncio.Transport
+        transport = cast(asyncio.Transport, protocol.transport)
         try:
             await prove(transport, trust, request.url.raw_authority)
         except BaseException as error:
             transport.abort()
-            if isinstance(error, OSError):  # so nothing of the request was sent
+            if isinstance(error, OSError):  # nothing of the request was sent
                 raise aiohttp.ClientConnectorError(request.connection_key, error) from error
             raise
         transport.set_protocol(protocol)

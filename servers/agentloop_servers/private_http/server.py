@@ -1,8 +1,8 @@
-"""The server of a private port: routes for the other processes of the run, which show that they know its secret.
+"""The server of a private port: HTTP routes for authenticated processes of the run (`trust.py`).
 
-Workers know a key of their role alone (`trust.py`): it opens the paths that a server has for workers, and no other.
-A URL has the server's name, so what is meant for another one that had the port before is refused. A body is
-bounded; an error is answered with its code. A client that hangs up cancels its handler.
+A worker's key opens only the paths for workers. A URL has the server's name, so a call for another server that
+used the port before is refused. Bodies are bounded, errors are returned with their code, and a client that
+disconnects cancels its handler.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MAX_BODY_BYTES = 64 * 2**20
 
 
 class Misdirected(ServiceUnavailable):
-    """A call that reached another server than it was meant for: its port has a new owner. Nothing was done."""
+    """A call that reached the wrong server, because the port has a new owner. Nothing was done."""
 
     code, http_status = "misdirected", 421
 
 
 class PrivateServer:
-    """A server of routes on one host's address. `url` is known after `start`."""
+    """An HTTP server on one address of its host. `url` is set by `start`."""
 
     def __init__(
         self,
@@ -43,8 +43,10 @@ class PrivateServer:
         stop_timeout_s: float = 60.0,
         worker_paths: frozenset[str] = frozenset(),
     ) -> None:
-        """`name` is the first part of each path. At the end, calls have `stop_timeout_s` to be answered. A worker's
-        key opens `worker_paths` alone."""
+        """`name` is the first part of each path. A worker's key opens only `worker_paths`.
+
+        `close` gives calls `stop_timeout_s` to finish.
+        """
         self._name = name
         self._routes = tuple(routes)
         self._trust = trust
@@ -54,12 +56,12 @@ class PrivateServer:
         self._max_body_bytes = max_body_bytes
         self._stop_timeout_s = stop_timeout_s
         self._listening: asyncio.Server | None = None
-        self._runners: dict[Trust, web.AppRunner] = {}  # by what a connection's caller knows
+        self._runners: dict[Trust, web.AppRunner] = {}  # one per kind of credentials
         self.url = ""
         self._log = structlog.get_logger("private_http").bind(server=name)
 
     async def start(self) -> None:
-        """Listen on a port that the system chooses."""
+        """Listen on a port that the operating system chooses."""
         for trust in (self._trust, self._trust.of_workers):
             app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
             for route in self._routes:
@@ -87,7 +89,7 @@ class PrivateServer:
         return server()
 
     async def close(self) -> None:
-        """Stop listening, wait for what is in flight, and cut what takes too long. Idempotent."""
+        """Stop listening, wait for calls in flight, and cancel those that take too long. Idempotent."""
         if self._listening is not None:
             self._listening.close()
             self.gate.close()
@@ -98,40 +100,51 @@ class PrivateServer:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Make every error an answer with its code."""
+        """Return each error as a response with its code."""
         try:
             return await handler(request)
         except AgentLoopError as error:
             self.gate.refused[error.http_status] += isinstance(error, Fenced)
             return _error_answer(error)
         except web.HTTPRequestEntityTooLarge as error:
-            return _error_answer(InvalidRequest(f"a body of more than {self._max_body_bytes} bytes: {error.text}"))
+            return _error_answer(
+                InvalidRequest(f"the body is larger than {self._max_body_bytes} bytes: {error.text}")
+            )
         except web.HTTPException:
             if request.path.startswith(f"/{self._name}/"):
                 raise
             self.gate.refused[Misdirected.http_status] += 1
-            return _error_answer(Misdirected(f"this is {self._name}"))
-        except aiohttp.ClientConnectionResetError:  # by its name a client's, and raised by servers' writers too
-            return _error_answer(AgentLoopError(f"the caller left {request.path}"))  # nobody reads it
+            return _error_answer(
+                Misdirected(f"this server is {self._name}, not the one in the URL: look the address up again")
+            )
+        except aiohttp.ClientConnectionResetError:  # named after clients, but server responses raise it too
+            return _error_answer(AgentLoopError(f"the caller disconnected from {request.path}"))
         except Exception as error:
             self._log.exception("private_call_failed", path=request.path)
-            return _error_answer(AgentLoopError(f"{type(error).__name__} in {self._name}"))
+            return _error_answer(
+                AgentLoopError(f"internal error ({type(error).__name__}) in {self._name}: see its log")
+            )
 
 
 async def _refuse_worker(request: web.Request) -> web.StreamResponse:
-    raise Forbidden(f"a worker's key does not open {request.path}")
+    raise Forbidden(f"workers are not allowed to call {request.path}")
 
 
 def token_of(request: web.Request) -> FencingToken:
-    """Return the fencing token in a command's headers. Raises InvalidRequest without one."""
+    """Return the fencing token in a command's headers. Raises InvalidRequest if it is missing."""
     try:
         return FencingToken(int(request.headers[EPOCH_HEADER]), int(request.headers[ORDER_HEADER]))
     except (KeyError, ValueError) as error:
-        raise InvalidRequest(f"{request.path} is an order, and orders are numbered") from error
+        raise InvalidRequest(
+            f"{request.path} needs the headers {EPOCH_HEADER} and {ORDER_HEADER} with integers"
+        ) from error
 
 
 async def body_of(request: web.Request) -> bytearray:
-    """Return a request's body, copied once: `request.read` copies it three times, at half of a large call's CPU."""
+    """Return a request's body, copied only once.
+
+    `request.read` copies it three times, half of a large call's CPU time.
+    """
     body = bytearray()
     async for piece in request.content.iter_any():
         body += piece
@@ -141,7 +154,7 @@ async def body_of(request: web.Request) -> bytearray:
 
 
 def answer(value: object) -> web.Response:
-    """Return an answer that holds the codec's bytes of a value."""
+    """Return a response with the MessagePack bytes of a value."""
     return web.Response(body=encode(value), content_type=MSGPACK)
 
 

@@ -1,16 +1,14 @@
-"""The proof of both ends of a private connection that they know a key of the run, which is never sent.
+"""Mutual authentication of private connections by a key of the run, which is never sent.
 
-Once for each connection, before its first HTTP request:
+Once per connection, before its first HTTP request:
 
     caller: MAGIC, id of its key (8 bytes), nonce (16)
     server: nonce (16), HMAC-SHA256(key, "server", its address, both nonces)
     caller: the server's nonce, HMAC-SHA256(key, "caller", both nonces)
 
-So a process that has taken over the address of another one learns no key and no request, and it cannot pass the
-nonces on to a server at another address, whose answer names that one. A recorded connection is of no use: each has
-a nonce of the server. What else speaks to the port gets one answer in HTTP, and its connection is closed.
-
-Workers run users' code, and know a key of their role alone; the secret cannot be made of it.
+The server's address is in its HMAC, so a process that has taken over an address cannot relay the nonces to the
+real server; a recorded connection cannot be replayed, because the server's nonce is new. Workers run users' code
+and have only a key of their role, from which the run's secret cannot be derived.
 """
 
 from __future__ import annotations
@@ -33,31 +31,31 @@ from agentloop_servers.net.tls import Certificates
 from agentloop_servers.private_http.fencing import Fenced
 
 HELLO_TIMEOUT_S = 5.0
-MAX_ARRIVALS = 4096  # connections that have not shown a key yet: a burst of a run's own is below it
+MAX_ARRIVALS = 4096  # unauthenticated connections; bursts of a run's own processes stay below it
 
-_HELLO = b"\0agentloop/1\0"  # begins no HTTP request
+_HELLO = b"\0agentloop/1\0"  # cannot be the beginning of an HTTP request
 _NONCE_BYTES = 16
 _HELLO_BYTES = len(_HELLO) + 8 + _NONCE_BYTES
 _PROOF_BYTES = _NONCE_BYTES + 32
-_ROLE_KEY_PURPOSE = b"agentloop worker key\0"  # the run's secret has other uses, whose digests are no keys
+_ROLE_KEY_PURPOSE = b"agentloop worker key\0"  # separates the role key from other digests of the run's secret
 _KEY_ID_PURPOSE = b"agentloop key id\0"
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The means by which processes of a run know each other: the run's secret, or its workers' key."""
+    """The credentials of a run's processes: the run's secret, or its workers' key."""
 
     key: str = field(repr=False)
     certificates: Certificates | None = None  # None: connections are not encrypted
 
     @property
     def scheme(self) -> str:
-        """That of the URLs of private ports."""
+        """The scheme of private URLs."""
         return "http" if self.certificates is None else "https"
 
     @property
     def of_workers(self) -> Trust:
-        """That of the run's workers: their key is the HMAC-SHA256 of their role under the run's secret, in hex."""
+        """The credentials of workers. Their key is the HMAC-SHA256 of their role with the run's secret, in hex."""
         key = hmac.digest(self.key.encode(), _ROLE_KEY_PURPOSE, "sha256").hex()
         return Trust(key, self.certificates and self.certificates.of_workers)
 
@@ -67,23 +65,23 @@ class Trust:
 
     @property
     def key_id(self) -> bytes:
-        """The name of the key, which says nothing of it."""
+        """The public name of the key, which does not reveal it."""
         return self.mac(_KEY_ID_PURPOSE)[:8]
 
     def mac(self, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of the parts, of which only one may be of any length."""
+        """Return the HMAC-SHA256 of the parts. Only one of them may have a variable length."""
         return hmac.digest(self.key.encode(), b"".join(parts), "sha256")
 
 
 class Impostor(ConnectionError):
-    """A server that does not know the caller's key, or another server than it was called as."""
+    """A server that does not have the caller's key, or is not the server that was called."""
 
 
 async def prove(transport: asyncio.Transport, trust: Trust, address: str) -> None:
-    """Show the server of a new connection that this process knows the key, and see that the server does.
+    """Authenticate this process and the server of a new connection to each other.
 
-    `address` is "host:port", as it was called. The transport has no protocol of use when this returns. Raises
-    Impostor and ConnectionError; the server has then received nothing.
+    `address` is "host:port" as it was called. Afterwards the transport needs a new protocol. Raises Impostor and
+    ConnectionError; the server has then received nothing of a request.
     """
     reply = _Reply()
     transport.set_protocol(reply)
@@ -92,14 +90,14 @@ async def prove(transport: asyncio.Transport, trust: Trust, address: str) -> Non
     data = await reply.whole
     theirs, proof = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, trust.mac(b"server", address.encode(), nonce, theirs)):
-        raise Impostor(errno.EACCES, "the server does not know this process's key of the run")
+        raise Impostor(errno.EACCES, "the server does not have this process's key: it belongs to another run")
     if transport.is_closing():
-        raise ConnectionResetError(errno.ECONNRESET, "the server hung up")
+        raise ConnectionResetError(errno.ECONNRESET, "the server closed the connection")
     transport.write(theirs + trust.mac(b"caller", nonce, theirs))
 
 
 class _Reply(asyncio.Protocol):
-    """The first bytes of a server: its proof, or something else."""
+    """The first bytes of a server: its proof, or another response."""
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -112,47 +110,49 @@ class _Reply(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.whole.done():
-            self.whole.set_exception(exc or ConnectionResetError(errno.ECONNRESET, "the server hung up"))
+            self.whole.set_exception(
+                exc or ConnectionResetError(errno.ECONNRESET, "the server closed the connection")
+            )
 
 
 class Gate:
-    """The entry to a private port: it hands a connection on once its caller has shown a key."""
+    """Authenticates the callers of a private port, and then passes their connections on."""
 
     def __init__(self, trusts: Iterable[Trust]) -> None:
         self._trusts = {trust.key_id: trust for trust in trusts}
-        self.address = ""  # "host:port", as callers know it
-        self.refused: Counter[int] = Counter()  # connections and calls, by the status of the answer
+        self.address = ""  # "host:port" as callers use it
+        self.refused: Counter[int] = Counter()  # HTTP status -> refused connections and calls
         self._strangers: set[_Arrival] = set()
 
     def arrival(self, make: Callable[[Trust], asyncio.Protocol]) -> asyncio.Protocol:
-        """Return the protocol of a new connection; `make` gives its next one, by what the caller knows."""
+        """Return the protocol of a new connection. `make` returns the next protocol for the caller's key."""
         return _Arrival(self, make)
 
     def close(self) -> None:
-        """End the connections that have not shown a key. Idempotent."""
+        """Close the unauthenticated connections. Idempotent."""
         for one in tuple(self._strangers):
             one.transport.abort()
 
     def entered(self, one: _Arrival) -> None:
-        """Count a new connection; one too many is cut."""
+        """Add a new connection, and close it if there are too many."""
         self._strangers.add(one)
         if len(self._strangers) > MAX_ARRIVALS:
             one.transport.abort()
 
     def left(self, one: _Arrival) -> None:
-        """Count a connection no more. Idempotent."""
+        """Remove a connection. Idempotent."""
         self._strangers.discard(one)
 
     def find(self, key_id: bytes) -> Trust:
-        """Return the key of that name. Raises Unauthorized."""
+        """Return the credentials with this key id. Raises Unauthorized."""
         trust = self._trusts.get(key_id)
         if trust is None:
-            raise Unauthorized("wrong or missing secret of the run")
+            raise Unauthorized("the caller's key does not belong to this run")
         return trust
 
 
 class _Arrival(asyncio.Protocol):
-    """A connection whose caller has not shown a key yet."""
+    """A connection whose caller is not authenticated yet."""
 
     transport: asyncio.Transport
 
@@ -160,11 +160,12 @@ class _Arrival(asyncio.Protocol):
         self._gate = gate
         self._make = make
         self._data = b""
-        self._trust: Trust | None = None  # that of the hello
-        self._nonces = b"", b""  # the caller's and our own
+        self._trust: Trust | None = None  # the credentials that the caller's first message names
+        self._nonces = b"", b""  # the caller's nonce and our own
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        # Uvloop's transport does not inherit from asyncio.Transport
+        self.transport = cast(asyncio.Transport, transport)
         self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self.transport.abort)
         self._gate.entered(self)
 
@@ -190,7 +191,7 @@ class _Arrival(asyncio.Protocol):
 
     def _greet(self) -> None:
         if not _HELLO.startswith(self._data[: len(_HELLO)]):
-            raise Unauthorized("wrong or missing secret of the run")
+            raise Unauthorized("the caller did not authenticate with a key of this run")
         if len(self._data) < _HELLO_BYTES:
             return
         hello, self._data = self._data[:_HELLO_BYTES], self._data[_HELLO_BYTES:]
@@ -202,9 +203,9 @@ class _Arrival(asyncio.Protocol):
         theirs, own = self._nonces
         named, proof = self._data[:_NONCE_BYTES], self._data[_NONCE_BYTES:_PROOF_BYTES]
         if not hmac.compare_digest(proof, trust.mac(b"caller", theirs, named)):
-            raise Unauthorized("wrong or missing secret of the run")
+            raise Unauthorized("the caller's proof does not match its key")
         if not hmac.compare_digest(named, own):
-            raise Fenced("a copy of what was sent on another connection")
+            raise Fenced("the caller's proof was recorded on another connection")
         self._leave()
         protocol, rest = self._make(trust), self._data[_PROOF_BYTES:]
         self.transport.set_protocol(protocol)

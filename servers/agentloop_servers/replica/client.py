@@ -1,8 +1,8 @@
-"""The data plane's client: an engine behind its replica's private HTTP port, for tokens and control.
+"""The client of a replica's private HTTP port, for tokens and control.
 
-A call through a Serve handle costs ten times as much, so tokens and weight-update calls both come this way. The
-engine sends its final output only, unless a caller streams. Every pause, resume, stage, commit, sleep and wake
-carries a fencing token: the replica refuses one that arrives late, or twice (`FencingGuard`).
+A call through a Serve handle costs ten times as much, so tokens and weight updates use this port. Every pause,
+resume, stage, commit, sleep and wake has a fencing token: the replica refuses one that arrives late or twice
+(`FencingGuard`).
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 600.0
 ORDER_TIMEOUT_S = 7200.0
-"""The deadline of an order; its caller has a shorter one for each step (`fleet/replica_steps.py`)."""
+"""The timeout of an order; its caller has a shorter one for each step (`fleet/replica_steps.py`)."""
 PROBE_TIMEOUT_S = 10.0
-GRACE_S = 10.0  # beyond a request's own timeout, which the replica reports itself
-SILENCE_S = 15.0  # several reports are missing: the replica, its host or the network is gone
+GRACE_S = 10.0  # in addition to a request's own timeout, which the replica enforces
+SILENCE_S = 15.0  # several Progress frames are missing, so the replica, its host or the network failed
 
 
 class RemoteEngine:
-    """An engine behind a DataPlaneServer, as a TokenEngine and an EngineControl.
+    """The engine of a DataPlaneServer, as a TokenEngine and an EngineControl.
 
-    Its properties are those of the last control answer.
+    Its properties have the values of the last control response.
     """
 
     def __init__(self, url: str, http: PrivateHttp, commands: NumberedCommands) -> None:
@@ -73,9 +73,9 @@ class RemoteEngine:
 
     @property
     def state(self) -> EngineState:
-        """The engine's state at the last control answer. Raises InvariantBroken before the first."""
+        """The engine's state in the last control response. Raises InvariantBroken before the first one."""
         if self._state is None:
-            raise InvariantBroken(f"the state of {self.url} was never asked for")
+            raise InvariantBroken(f"no control call was made to {self.url} yet: call start() first")
         return self._state
 
     @property
@@ -102,17 +102,17 @@ class RemoteEngine:
         return self.state.load
 
     async def start(self) -> None:
-        """Read the engine's state; its replica has started it."""
+        """Read the engine's state; its replica has already started it."""
         await self._control("/state", ControlAnswer[None])
 
     async def close(self) -> None:
-        """Do nothing: the session belongs to EngineClients, the engine to its replica."""
+        """No effect: EngineClients owns the connections, and the replica owns the engine."""
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         return await self._control("/image_tokens", ControlAnswer[tuple[ImageTokens, ...]], tuple(images))
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """See `TokenEngine.generate`. Raises EngineLost for a replica that falls silent."""
+        """See `TokenEngine.generate`. Raises EngineLost if the replica sends nothing for `SILENCE_S`."""
         async with self._http.open(
             "POST", self.url + "/generate", request_body(request), silence_s=SILENCE_S
         ) as answer:
@@ -120,16 +120,17 @@ class RemoteEngine:
                 return decode(await answer.read(), Generation)
             found = None
             async with aclosing(self._pieces(answer, request, on_progress)) as pieces:
-                async for piece in pieces:  # to its end: a connection is kept only if its answer was read
+                # Read to the end: a connection is reused only if its response was read completely.
+                async for piece in pieces:
                     found = piece if isinstance(piece, Generation) else found
         if found is None:
-            raise EngineLost(f"{self.url} ended an answer without its generation")
+            raise EngineLost(f"{self.url} ended its response without a Generation frame")
         return found
 
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
     ) -> AsyncIterator[Delta | Generation]:
-        """See `TokenEngine.stream`. Raises EngineLost for a replica that falls silent."""
+        """See `TokenEngine.stream`. Raises EngineLost if the replica sends nothing for `SILENCE_S`."""
         async with (
             self._http.open("POST", self.url + "/stream", request_body(request), silence_s=SILENCE_S) as answer,
             aclosing(self._pieces(answer, request, on_progress)) as pieces,
@@ -140,7 +141,10 @@ class RemoteEngine:
     async def _pieces(
         self, answer: aiohttp.ClientResponse, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
-        """Read a request's frames, and pass reports to `on_progress`. Raises DeadlineExceeded if one is late."""
+        """Read a request's frames and pass Progress frames to `on_progress`.
+
+        Raises DeadlineExceeded if the request runs longer than its timeout and unavailable time.
+        """
         loop = asyncio.get_running_loop()
         late_at = loop.time() + request.timeout_s + GRACE_S
         async with aclosing(self._frames(answer)) as pieces:
@@ -151,7 +155,9 @@ class RemoteEngine:
                 if on_progress is not None:
                     on_progress(piece)
                 if loop.time() > late_at + piece.standstill_s:
-                    raise DeadlineExceeded(f"{self.url}: no end of {request.request_id} in time")
+                    raise DeadlineExceeded(
+                        f"{self.url}: request {request.request_id} did not end within its timeout"
+                    )
 
     async def abort(self, request_id: str) -> None:
         await self._control("/abort", ControlAnswer[None], request_id)
@@ -193,9 +199,10 @@ class RemoteEngine:
         await self._control("/health", ControlAnswer[None])
 
     async def _order(self, path: str, kind: type[ControlAnswer[T]], value: object = None) -> T:
-        """Make a control call that the replica refuses if a newer one has arrived before."""
+        """Make a control call that the replica refuses if a newer one arrived before."""
         try:
             return await self._control(path, kind, value, self._commands.next_headers(), ORDER_TIMEOUT_S)
+        # The replica may have seen a higher epoch of a lost counter; then a new epoch lets this order pass.
         except Fenced:
             if not await self._commands.outrun(await self._control("/fence", ControlAnswer[int])):
                 raise
@@ -235,22 +242,22 @@ class RemoteEngine:
                 yield decode(data[body:end], FRAME_KINDS[kind])
             data = data[start:]
         if data:
-            raise EngineLost(f"{self.url} cut a stream within a frame")
+            raise EngineLost(f"{self.url} closed a stream within a frame")
 
 
 class EngineClients:
-    """The remote engines of one process by URL, over one connection pool, with the numbers of its orders."""
+    """The remote engines of one process by URL, with one connection pool and one command counter."""
 
     def __init__(
         self, trust: Trust, epoch: int = 0, raise_epoch: Callable[[int], Awaitable[int]] | None = None
     ) -> None:
-        """`epoch` and `raise_epoch` are those of `NumberedCommands`, for the one process that gives orders."""
+        """`epoch` and `raise_epoch` are passed to `NumberedCommands`. Only the coordinator gives orders."""
         self._http = PrivateHttp(trust, lost=EngineLost, late=DeadlineExceeded, unreachable=EngineUnreachable)
         self._commands = NumberedCommands(epoch, raise_epoch)
         self._engines: dict[str, RemoteEngine] = {}
 
     def connect(self, url: str) -> RemoteEngine:
-        """Return the engine at `url`, without sending anything yet."""
+        """Return the engine at `url`. Sends nothing yet."""
         engine = self._engines.get(url)
         if engine is None:
             engine = self._engines[url] = RemoteEngine(url, self._http, self._commands)
@@ -262,6 +269,6 @@ class EngineClients:
         await self.connect(url).generate(GenerateRequest(name, (0,), sampling, PROBE_TIMEOUT_S))
 
     async def close(self) -> None:
-        """Close the connection pool. Idempotent."""
+        """Close the connections. Idempotent."""
         self._engines.clear()
         await self._http.close()

@@ -1,16 +1,10 @@
-"""The replica: one engine behind its private HTTP port, and its place in the fleet.
+"""The replica: one engine behind its private HTTP port, and its membership in the fleet.
 
-Control orders are numbered, and late ones are refused (`FencingGuard`). A client that hangs up aborts its request
-in the engine.
-
-A `Replica` asks the coordinator before it takes memory, registers, and heartbeats; with a coordinator that does not
-know it (a restart) it registers again. Pauses, updates and leases are the coordinator's decisions. One is the
-replica's own: an engine that has requests and takes no step for `stall_timeout_s`, neither paused nor asleep, hangs
-(`StallWatch`). Its requests then fail as lost, the replica leaves the fleet, and its health check fails, so that
-Serve starts another process.
-
-A long prefill is many steps, each of a bounded chunk, so it does not look like a hang. An engine that compiles at
-its first request takes no step for minutes: until its first step there is more time (`first_step_timeout_s`).
+A `Replica` asks the coordinator before it allocates memory, then registers and sends heartbeats; it registers
+again with a restarted coordinator. The coordinator decides on pauses, updates and leases. The replica itself
+detects a hung engine, which has requests but takes no step (`StallWatch`): the requests fail, the replica leaves
+the fleet, and its failed health check makes Serve restart the process. Control orders are fenced (`FencingGuard`),
+and a client that disconnects aborts its request.
 """
 
 from __future__ import annotations
@@ -61,39 +55,40 @@ from agentloop_servers.replica.protocol import (
     request_of,
 )
 
-LOAD_AGE_S = 0.05  # of the load in an answer
+LOAD_AGE_S = 0.05  # maximum age of the load in a response
 
-PULL = "store-pull"  # as a weight source of `agentloop.parts`
+PULL = "store-pull"  # its name among the weight sources of `agentloop.parts`
 Located = Callable[[WeightUpdate], Awaitable[WeightUpdate]]
-"""A function that makes an update's published version a directory of this host, and leaves others as they are."""
+"""Makes an update's published version available as a local folder; returns other updates unchanged."""
 
 WORKER_PATHS = frozenset({"/generate", "/stream", "/abort", "/image_tokens"})
 
 
 @dataclass(frozen=True, slots=True)
 class _ControlCall:
-    """A route of the engine's control: its function, its body's type, and its fencing if it is an order."""
+    """A control route: its function, the type of its body, and its fencing kind if it is an order."""
 
     ask: Callable[..., Awaitable[object]]
-    body: Any = None  # the type; None: there is none
+    body: Any = None  # the body's type; None: no body
     kind: CommandKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaConfig:
-    """The deadlines and bounds of a replica, and its kind."""
+    """The timeouts and limits of a replica, and its engine pool."""
 
     heartbeat_interval_s: float = 1.0
-    stall_timeout_s: float = 60.0  # without a step while requests run
-    first_step_timeout_s: float = 300.0  # the same before the engine's first step: it may compile
-    max_pause_s: float = 600.0  # of a pause; after that new requests are refused, not held
-    entry: str = ""  # the name of its kind of replicas
-    node_id: str = ""  # Ray's, of its host
-    withheld: frozenset[Feature] = frozenset()  # abilities of its engine that are not used
+    # Without a step while requests run; a long prefill takes many steps, each of a bounded chunk
+    stall_timeout_s: float = 60.0
+    first_step_timeout_s: float = 300.0  # the same before the engine's first step, when it may compile for minutes
+    max_pause_s: float = 600.0  # pause duration after which new requests are refused instead of held
+    entry: str = ""  # the name of its engine pool
+    node_id: str = ""  # Ray's id of its node
+    withheld: frozenset[Feature] = frozenset()  # engine features that the service does not use
 
 
 class StallWatch:
-    """The watch for an engine that has requests and takes no step. Synchronous; time is passed in."""
+    """Detects an engine that has requests and takes no step. Synchronous; callers pass the time."""
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
@@ -102,9 +97,10 @@ class StallWatch:
         self._observed_at: float | None = None
 
     def observe(self, load: Load, now: float, *, is_frozen: bool) -> float | None:
-        """Return the seconds without a step if they are too many, else None. Call it every `heartbeat_interval_s`.
+        """Return the seconds without a step if they exceed the limit, otherwise None.
 
-        A late call means that this process itself stood still: the time is counted anew.
+        Call it every `heartbeat_interval_s`. After a late call the count starts again, because this process was
+        blocked.
         """
         was_still = (
             self._observed_at is not None and now - self._observed_at > 3 * self._config.heartbeat_interval_s + 1
@@ -120,11 +116,11 @@ class StallWatch:
 
 
 class DataPlaneServer(PrivateServer):
-    """The HTTP server of one engine, on 127.0.0.1 or the given host. `url` is known after `start`."""
+    """The HTTP server of one engine, on 127.0.0.1 or the given host. `url` is set by `start`."""
 
-    num_answered: int  # generations that callers got
-    num_prompt_tokens: int  # of all generations that ended
-    num_cached_tokens: int  # of these
+    num_answered: int  # generations that callers received
+    num_prompt_tokens: int  # prompt tokens of all finished generations
+    num_cached_tokens: int  # the cached part of these
     refuses_paused: bool  # the engine is paused for so long that new requests are refused
 
     def __init__(
@@ -198,7 +194,7 @@ class DataPlaneServer(PrivateServer):
     def _handler(self, call: _ControlCall) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             body = () if call.body is None else (decode(await request.read(), call.body),)
-            if call.kind is not None:  # right before the engine acts, without an await in between
+            if call.kind is not None:  # directly before the engine acts, without an await in between
                 self._fencing.admit(call.kind, token_of(request))
             value = await call.ask(*body)
             return answer(ControlAnswer(value, self._engine_state()))
@@ -219,21 +215,23 @@ class DataPlaneServer(PrivateServer):
 
     def _check_pause(self) -> None:
         if self.refuses_paused:
-            raise EnginePaused("the engine is paused for longer than requests are held")
+            raise EnginePaused(
+                "the engine is paused for longer than max_pause_s, so new requests are refused: retry later"
+            )
 
     def _stamped(self, wanted: GenerateRequest, generation: Generation) -> Generation:
         self.num_prompt_tokens += len(wanted.token_ids)
         self.num_cached_tokens += generation.cached_tokens
         is_probe = generation.request_id.startswith(PROBE_ID)
         self.num_answered += not is_probe and generation.finish_reason is not FinishReason.ABORT
-        if wanted.sampling.score_from is None:  # given tokens may be as unlikely as uniform ones
+        if wanted.sampling.score_from is None:  # scored tokens may be as unlikely as uniform ones
             self.uniform.see(generation, self._engine.info.vocab_size)
         load = self._recent_load()
         engine, quantization = self._engine.info.name, self._engine.info.quantization
         return replace(generation, replica_id=self._replica_id, engine=engine, quantization=quantization, load=load)
 
     def _recent_load(self) -> Load:
-        """Return the engine's load, at most `LOAD_AGE_S` old: it is counted over all requests."""
+        """Return the engine's load, at most `LOAD_AGE_S` old, because the engine sums it over all requests."""
         now, engine = asyncio.get_running_loop().time(), self._engine
         is_old = self._load_at is None or now - self._load_at > LOAD_AGE_S
         if is_old or self._load.weight_version != engine.weight_version:
@@ -246,15 +244,16 @@ class DataPlaneServer(PrivateServer):
         async with _FrameAnswer(request) as frames:
             last = b""
             try:
-                # Closed here and now: a caller that left must not be sampled for until the generator is collected.
+                # Close the generator at once: if the caller has left, the engine must not sample until garbage
+                # collection.
                 async with aclosing(self._engine.stream(wanted, frames.tell)) as pieces:  # type: ignore[type-var] # engines write generators
                     async for piece in pieces:
-                        if isinstance(piece, Generation):  # the last
+                        if isinstance(piece, Generation):  # the last piece
                             last = frame(self._stamped(wanted, piece))
                         else:
                             await frames.write(frame(piece))
             except AgentLoopError as error:
-                if not frames.is_begun:  # an error before the first token is a plain answer
+                if not frames.is_begun:  # an error before the first token is an ordinary error response
                     raise
                 last = error_frame(orjson.dumps(error.to_wire()))
             return await frames.end(last)
@@ -270,7 +269,7 @@ class DataPlaneServer(PrivateServer):
 
 
 class _FrameAnswer:
-    """An answer in frames, which begins with its first frame. Leave its context when the request has ended."""
+    """A response in frames, which starts with its first frame. Leave its context when the request has ended."""
 
     def __init__(self, request: web.Request) -> None:
         self.is_begun = False
@@ -278,7 +277,8 @@ class _FrameAnswer:
         self._stream = web.StreamResponse()
         self._stream.content_type = FRAMES
         self._writing = asyncio.Lock()
-        self._told: list[bytes] = []  # bounded by the request's own tokens, and one report without any
+        # Pending reports; bounded by the request's tokens and one report without tokens
+        self._told: list[bytes] = []
         self._telling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> _FrameAnswer:
@@ -290,7 +290,7 @@ class _FrameAnswer:
             await asyncio.wait([self._telling])
 
     def tell(self, progress: Progress) -> None:
-        """Write a report in the background. One without tokens is dropped if another still waits."""
+        """Send a report in the background. A report without tokens is dropped while another one is pending."""
         if self._told and not progress.tokens.token_ids:
             return
         self.is_begun = True
@@ -299,7 +299,7 @@ class _FrameAnswer:
             self._telling = asyncio.create_task(self._write_told(), name="progress")
 
     async def write(self, data: bytes) -> None:
-        """Write encoded frames."""
+        """Send encoded frames."""
         self.is_begun = True
         async with self._writing:
             if not self._stream.prepared:
@@ -307,7 +307,7 @@ class _FrameAnswer:
             await self._stream.write(data)
 
     async def end(self, data: bytes) -> web.StreamResponse:
-        """Write the last frames, after all reports, and the answer's end in one."""
+        """Send pending reports, then the last frames and the end of the response in one write."""
         if self._telling is not None:
             await asyncio.wait([self._telling])
         if not self._stream.prepared:
@@ -316,18 +316,18 @@ class _FrameAnswer:
         return self._stream
 
     async def _write_told(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the caller has left: the request's handler is cancelled
+        with contextlib.suppress(ConnectionError):  # the caller has left, and the request's handler is cancelled
             while self._told:
                 data, self._told = b"".join(self._told), []
                 await self.write(data)
 
 
 async def _nothing() -> None:
-    """Do nothing: the answer has the engine's state."""
+    """Do nothing: the response has the engine's state."""
 
 
 class Replica:
-    """The owner of one engine, from its start to its end, and its member in the fleet."""
+    """Owns one engine from start to end, and its membership in the fleet."""
 
     def __init__(
         self,
@@ -341,7 +341,10 @@ class Replica:
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
         located: Located | None = None,
     ) -> None:
-        """The engine starts within the context `starting()`, which bounds it. `located`: of published versions."""
+        """The engine starts within the context `starting()`, which limits it.
+
+        `located` resolves published versions.
+        """
         self.replica_id = replica_id
         self._engine = engine
         self._coordinator = coordinator
@@ -349,9 +352,9 @@ class Replica:
         self._starting = starting
         self._server = DataPlaneServer(engine, replica_id, trust, host, located)
         self._tasks: list[asyncio.Task[None]] = []
-        self._is_known = False  # to the coordinator
+        self._is_known = False  # the coordinator knows this replica
         self._hung: str | None = None
-        self._was_noise = False  # in the last report
+        self._was_noise = False  # the last report had broken weights
         self._log = structlog.get_logger("replica").bind(replica=replica_id)
 
     @property
@@ -359,7 +362,7 @@ class Replica:
         return self._server.url
 
     def gauges(self) -> tuple[MetricSample, ...]:
-        """Return the metrics that this process knows of its engine."""
+        """Return this process's metrics of its engine."""
         name, server = self.replica_id, self._server
         return (
             MetricSample("replica_prompt_tokens_total", (name,), server.num_prompt_tokens),
@@ -367,8 +370,10 @@ class Replica:
         )
 
     async def start(self) -> None:
-        """Wait for the permission to take memory, load the engine, open the port, and join the fleet. Raises
-        InvalidRequest if the replica's software is not the service's."""
+        """Wait for the permission to allocate memory, load the engine, open the port, and join the fleet.
+
+        Raises InvalidRequest if the replica's software differs from the service's.
+        """
         while True:
             if await self._may_start():
                 break
@@ -388,25 +393,27 @@ class Replica:
         self._log.info("replica_started", url=self.url, version=self._engine.weight_version)
 
     async def check_health(self) -> None:
-        """Raise EngineLost if the engine is dead or hangs, or a task has ended; Serve then restarts the process."""
+        """Raise EngineLost if the engine is dead or hung, or a task has ended. Serve then restarts the process."""
         if self._hung is not None:
             raise EngineLost(self._hung)
         await self._engine.check_health()
         for task in self._tasks:
             if task.done():
-                raise EngineLost(f"replica {self.replica_id} stopped its {task.get_name()}")
+                raise EngineLost(
+                    f"replica {self.replica_id} is unhealthy, because its task {task.get_name()} has ended"
+                )
 
     async def close(self) -> None:
-        """Leave the fleet and free everything. Idempotent."""
+        """Leave the fleet and release everything. Idempotent."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._leave("it left")
+        await self._leave("it shut down")
         await self._server.close()
         await self._engine.close()
 
-    # --- the coordinator ---
+    # Calls to the coordinator
 
     async def _may_start(self) -> bool:
         try:
@@ -418,7 +425,7 @@ class Replica:
             return False
 
     async def _keep_asking(self) -> None:
-        """Repeat the question to the coordinator while the engine loads."""
+        """Repeat the start request while the engine loads, so that the coordinator keeps it."""
         while True:
             await asyncio.sleep(self._config.heartbeat_interval_s)
             await self._may_start()
@@ -436,7 +443,7 @@ class Replica:
             await asyncio.sleep(self._config.heartbeat_interval_s)
 
     async def _leave(self, reason: str) -> None:
-        """Deregister; if that fails, the coordinator notices the missing heartbeats."""
+        """Deregister. If that fails, the coordinator detects the missing heartbeats."""
         try:
             await asyncio.wait_for(self._coordinator.deregister(self.replica_id, reason), timeout=2.0)
         except (AgentLoopError, TimeoutError) as error:
@@ -472,10 +479,10 @@ class Replica:
             self._server.gate.refused.total(),
         )
 
-    # --- the watch ---
+    # Detection of a hung engine
 
     async def _watch(self) -> None:
-        """Watch for an engine that hangs, and for a pause that lasts too long."""
+        """Detect a hung engine, and a pause that lasts too long."""
         loop, engine, config = asyncio.get_running_loop(), self._engine, self._config
         stall, paused_at = StallWatch(config), None
         while self._hung is None:
@@ -486,12 +493,12 @@ class Replica:
             stalled_s = stall.observe(engine.load(), now, is_frozen=is_frozen)
             if stalled_s is not None:
                 await self._end_hung(stalled_s)
-        await asyncio.Event().wait()  # until it is closed: an ended watch is a failure of its own
+        await asyncio.Event().wait()  # until `close`: an ended watch would fail the health check with another error
 
     async def _end_hung(self, stalled_s: float) -> None:
-        """Fail the requests of an engine that hangs, and leave the fleet."""
+        """Fail the requests of a hung engine, and leave the fleet."""
         load = self._engine.load()
-        self._hung = f"the engine hangs: no step for {stalled_s:.0f} s with {load.num_running} requests running"
+        self._hung = f"the engine is hung: no step for {stalled_s:.0f} s with {load.num_running} requests running"
         self._log.error("engine_hangs", stalled_s=round(stalled_s, 1), num_running=load.num_running)
         heartbeats = self._tasks[0]
         heartbeats.cancel()
@@ -499,5 +506,5 @@ class Replica:
         await self._leave(self._hung)
         try:
             await self._engine.close()
-        except Exception as error:  # its process may be beyond that; Serve ends this one
+        except Exception as error:  # its process may not react any more; Serve ends this process
             self._log.error("engine_not_closed", error=repr(error))

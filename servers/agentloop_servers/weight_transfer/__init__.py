@@ -1,1 +1,1 @@
-"""Weights from a trainer to every engine worker, beside the served ones. What is exported here needs no torch."""
+"""Transfers weights from a trainer to every engine worker, into staging memory. The exports need no torch."""

@@ -1,6 +1,6 @@
-"""One broadcast attempt of a sender: every tensor is loaded, cast into a pack buffer, summed, and sent.
+"""One broadcast attempt of a sender: loads every tensor, casts it into a pack buffer, sums and sends it.
 
-Two buffers are filled in turn, so that one is packed while the other travels.
+Two buffers alternate, so that one is packed while the other is sent.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One tensor to send. `load` returns the whole tensor, on any device and in any dtype; the sender casts.
+    """One tensor to send. `load` returns the complete tensor, on any device and in any dtype; the sender casts it.
 
-    Every attempt calls all loads exactly once, in order, also after a failure: a load may be a collective of the
-    trainer's ranks, in which the others wait.
+    Every attempt calls each `load` exactly once, in order, also after a failure: a load may be a collective of the
+    trainer's ranks, and the other ranks wait in it.
     """
 
     info: TensorInfo
@@ -38,14 +38,14 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class SentBuckets:
-    """The result of an attempt: one checksum a bucket, and the time from the first byte to the last."""
+    """The result of an attempt: one checksum per bucket, and the time from the first byte to the last."""
 
     checksums: list[int]
     transfer_ms: float
 
 
 class PackBuffers:
-    """The sender's two pack buffers, kept while size and workers stay the same."""
+    """The sender's two pack buffers, kept while the size and the workers stay the same."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,7 +53,10 @@ class PackBuffers:
         self._memories: list[DeviceMemory] = []
 
     def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Return both buffers for the workers of these connections. Raises WeightUpdateFailed without room."""
+        """Return both buffers for the workers of these connections.
+
+        Raises WeightUpdateFailed if memory is short.
+        """
         if self._device.type == "cpu":
             return self._host.get(num_bytes, connections)
         if any(memory.tensor.numel() != num_bytes for memory in self._memories):
@@ -63,7 +66,7 @@ class PackBuffers:
         return tuple(Buffer(memory.tensor, memory.handle()) for memory in self._memories)
 
     def free(self) -> None:
-        """Free the memory, which no transport uses any more. Idempotent."""
+        """Free the memory. No transport may use it. Idempotent."""
         self._host.free()
         while self._memories:
             self._memories.pop().free()
@@ -79,8 +82,8 @@ def send_buckets(
 ) -> SentBuckets:
     """Pack all tensors into buckets, and send them to the `peers` of each transport.
 
-    Raises TransportBroken from `check` or a transport, WeightUpdateFailed for a tensor of another shape than
-    offered, or a load's error. `give_up` is called first then, and the remaining loads after it.
+    Raises TransportBroken from `check` or a transport, WeightUpdateFailed for a tensor with another shape than
+    offered, or a load's error. Then `give_up` is called first, and the remaining loads afterwards.
     """
     loads = iter(items)
     sums: list[torch.Tensor] = []
@@ -88,7 +91,7 @@ def send_buckets(
         for transport in peers:
             transport.begin(peers[transport], layout, buffers)
         if buffers[0].data.device.type == "cpu":
-            unlink(buffers)  # those that map them have begun
+            unlink(buffers)  # all readers have mapped them, so the files' names are no longer needed
         started_at = time.monotonic()
         for bucket in range(len(layout.bucket_sizes)):
             buffer = bucket % NUM_BUFFERS
@@ -98,7 +101,7 @@ def send_buckets(
             end = 0
             for place in layout.in_bucket(bucket):
                 check()
-                # Equal tensors have equal checksums: nothing of an earlier bucket stays in the gaps.
+                # Zero the gaps: otherwise data of an earlier bucket would change the checksum of equal tensors.
                 buffers[buffer].data[end : place.offset].zero_()
                 _pack(next(loads), place, buffers[buffer].data)
                 end = place.offset + place.num_bytes
@@ -117,7 +120,7 @@ def send_buckets(
 
 
 def _load_rest(loads: Iterator[Outgoing]) -> None:
-    """Call the remaining loads, which may be collectives; results and errors are dropped."""
+    """Call the remaining loads, which may be collectives. Results and errors are dropped."""
     for item in loads:
         with contextlib.suppress(Exception):
             item.load()
@@ -125,8 +128,8 @@ def _load_rest(loads: Iterator[Outgoing]) -> None:
 
 def _pack(item: Outgoing, place: Place, data: torch.Tensor) -> None:
     tensor = item.load()
-    if tuple(tensor.shape) != place.shape:  # `copy_` would broadcast
+    if tuple(tensor.shape) != place.shape:  # `copy_` would broadcast silently
         raise WeightUpdateFailed(
-            f"tensor {place.name} has shape {tuple(tensor.shape)}, not {place.shape} as offered"
+            f"tensor {place.name} has shape {tuple(tensor.shape)}, but was offered with {place.shape}"
         )
     view(data, place).copy_(tensor.detach())

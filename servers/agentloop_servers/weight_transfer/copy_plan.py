@@ -1,18 +1,14 @@
-"""A model's own `load_weights` as a list of plain copies, the copy plan.
+"""Copy plans: a model's own `load_weights` as a list of plain copies from checkpoint tensors to parameters.
 
-So a swap of weights writes into the parameters that are there, and every tensor-parallel rank knows which slices of
-the checkpoint it takes.
+`trace` runs `load_weights` on meta tensors and records each write to a parameter instead of executing it; the
+model does not change. With a plan a commit writes into the existing parameters, and each tensor-parallel rank
+knows its slices.
 
-`trace` runs `load_weights` over meta tensors (no bytes, no memory) and records each write to a parameter instead of
-doing it. The model is as it was afterwards, also when the trace is refused.
-
-A plan is exact or it is refused: every element of every parameter is written by one copy or one fill, and every
-copy takes a strided view of one checkpoint tensor, with at most a float cast. What a layer derives from its weights
-after loading (packed or shuffled weights) is outside any plan: models with such layers are refused. Layers that are
-quantised at loading are planned up to there, if the engine names them as `QuantisedLayer`s (`quantised.py`).
-Errors that only values can show, such as rows in another order, are found by `check_plan`.
-
-A plan describes one model object: layers that are replaced later, or experts that are rebalanced, need a new one.
+A plan is exact or refused: every element of every parameter is written by one copy or one fill, and a copy reads a
+strided view of one checkpoint tensor, with at most a float cast. Models whose layers derive other data from their
+weights are refused, except for quantized layers that the engine names (`QuantisedLayer`). `check_plan` finds
+errors that only values show, such as exchanged rows. A plan belongs to one model object: replaced layers or
+rebalanced experts need a new one.
 """
 
 from __future__ import annotations
@@ -35,17 +31,18 @@ from agentloop.engine.interface import TensorInfo
 from agentloop_servers.weight_transfer.layout import CAST_DTYPES
 from agentloop_servers.weight_transfer.verify import Read
 
-# How vLLM calls the methods whose layers compute with their parameters as loaded.
+# vLLM's names of the methods whose layers compute with their parameters as loaded.
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-LOADED_HOOKS = ("post_load_weights", "process_weights_after_loading")  # of whole models: SGLang's and vLLM's
+# Hooks of complete models: SGLang's and vLLM's
+LOADED_HOOKS = ("post_load_weights", "process_weights_after_loading")
 PLAIN_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
-MAX_RUNS = 2**22  # of one parameter; beyond it the check of the coverage takes seconds and gigabytes
+MAX_RUNS = 2**22  # per parameter; with more the coverage check takes seconds and gigabytes
 SPOT_CHECK_ELEMENTS = 16
 MAX_REASON_CHARS = 120
 
 
 class PlanRefused(Exception):
-    """A model whose loading is no list of plain copies, or a parameter that differs from its tensor."""
+    """The model's loading is not a list of plain copies, or a parameter differs from its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of a plan: `parameter[into] <- tensor[out_of]`, two regions of the same size."""
+    """A copy of a plan: `parameter[into] <- tensor[out_of]`, two regions of the same size."""
 
     parameter: str
     into: Region
@@ -73,7 +70,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One fill of a plan, for padding: `parameter[into] <- value`."""
+    """A fill of a plan, for padding: `parameter[into] <- value`."""
 
     parameter: str
     into: Region
@@ -82,10 +79,10 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedLayer:
-    """A layer that loads tensors of one form and serves others, which its `quant_method` makes of them.
+    """A layer that loads tensors of one form and serves others, which its `quant_method` derives from them.
 
-    `load_form`: by the names of parameters, meta tensors with the loaders that the engine gave them. `kept`: its
-    own names of parameters that it serves as they are loaded.
+    `load_form` maps parameter names to meta tensors with the engine's loaders. `kept` are the layer's own names of
+    parameters that are served as loaded.
     """
 
     name: str
@@ -97,18 +94,18 @@ class QuantisedLayer:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """A model's loading as copies, in the order of the checkpoint's tensors, and fills.
+    """A model's loading as copies, in checkpoint order, and fills.
 
-    A parameter with several names goes by the first one. Of `layers` the copies are into load forms.
+    A parameter with several names has the first one. Copies of `layers` are into their load forms.
     """
 
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the traced checkpoint's tensors
-    layers: Mapping[str, QuantisedLayer] = field(default_factory=dict)  # by parameter
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the traced checkpoint's tensors
+    layers: Mapping[str, QuantisedLayer] = field(default_factory=dict)  # parameter name -> its layer
     by_tensor: Mapping[str, tuple[Copy, ...]] = field(
         init=False
-    )  # also tensors without a copy: a tied head, another rank's experts
+    )  # has an empty tuple for a tensor without a copy, such as a tied head or another rank's experts
 
     def __post_init__(self) -> None:
         copies: dict[str, list[Copy]] = {name: [] for name in self.shapes}
@@ -124,26 +121,29 @@ def target(copy: Copy | Fill, parameters: Mapping[str, torch.Tensor]) -> torch.T
 
 
 def source(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the view of the checkpoint tensor that a copy reads. Raises ValueError unless it is contiguous."""
+    """Return the view of the checkpoint tensor that a copy reads.
+
+    Raises ValueError if the tensor is not contiguous.
+    """
     if not tensor.is_contiguous():
         raise ValueError(f"tensor {copy.tensor} is not contiguous")
     return _view(tensor, copy.out_of)
 
 
 def apply(plan: CopyPlan, name: str, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Copy one checkpoint tensor to all its places in the parameters; no-op if it has none.
+    """Copy a checkpoint tensor to all its targets in the parameters. No effect if it has none.
 
     Raises ValueError for another shape than the plan's. On CUDA the copies are only enqueued.
     """
     if tuple(tensor.shape) != plan.shapes[name]:
-        raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the plan's is {plan.shapes[name]}")
+        raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, but the plan has {plan.shapes[name]}")
     with torch.no_grad():
         for copy in plan.by_tensor[name]:
             target(copy, parameters).copy_(source(copy, tensor), non_blocking=True)
 
 
 def apply_fills(plan: CopyPlan, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Write the padding. Once is enough: no copy writes there."""
+    """Write the padding. Needed only once, because no copy writes there."""
     with torch.no_grad():
         for fill in plan.fills:
             target(fill, parameters).fill_(fill.value)
@@ -154,19 +154,19 @@ def trace(
 ) -> CopyPlan:
     """Make the plan of `model.load_weights` for a checkpoint of these tensors. Raises PlanRefused.
 
-    The model must be loaded and ready to serve, and no other thread may use it meanwhile.
+    The model must be loaded and ready to serve. No other thread may use it during the trace.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for info in tensors:
         if info.name in shapes:
-            raise PlanRefused(f"tensor {info.name} is in the checkpoint twice")
+            raise PlanRefused(f"tensor {info.name} occurs twice in the checkpoint")
         shapes[info.name] = tuple(info.shape)
     _check_layers(model, quantised)
     layers = {name: layer for layer in quantised for name in layer.load_form}
     with _in_load_form(quantised):
         copies, fills = _traced(model, tensors, _Targets(model, layers))
     if padded := next((fill.parameter for fill in fills if fill.parameter in layers), None):
-        raise PlanRefused(f"parameter {padded} is quantised with padding")
+        raise PlanRefused(f"parameter {padded} is quantized with padding")
     return CopyPlan(tuple(copies), tuple(fills), MappingProxyType(shapes), MappingProxyType(layers))
 
 
@@ -181,11 +181,11 @@ def _traced(
     except PlanRefused:
         raise
     except Exception as error:
-        # Some of vLLM's assertions have no message, and some messages name every parameter.
+        # Some of vLLM's assertions have no message, and some messages list every parameter.
         raise PlanRefused(f"load_weights failed: {type(error).__name__} {str(error)[:MAX_REASON_CHARS]}") from error
     finally:
         replaced = snapshot.restore()
-    if recorder.refusal is not None:  # a loader may have swallowed it
+    if recorder.refusal is not None:  # a loader may have caught it
         raise recorder.refusal
     if replaced is not None:
         raise PlanRefused(f"load_weights replaces parameter {replaced}")
@@ -195,7 +195,7 @@ def _traced(
 
 @contextlib.contextmanager
 def _in_load_form(quantised: Sequence[QuantisedLayer]) -> Iterator[None]:
-    """Give layers the parameters that they load, during the block."""
+    """Replace the parameters of layers by the ones that they load, during the block."""
     served = [(layer.module._parameters, dict(layer.module._parameters)) for layer in quantised]
     try:
         for layer, (parameters, own) in zip(quantised, served, strict=True):
@@ -214,8 +214,8 @@ def _in_load_form(quantised: Sequence[QuantisedLayer]) -> Iterator[None]:
 def check_plan(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
     """Compare three spots of every copy's target with the checkpoint, bit for bit. Returns the number of copies.
 
-    Quantised layers are left to `check_quantised`. Raises PlanRefused on the first difference. Synchronises once
-    for each pair of dtypes.
+    `check_quantised` checks quantized layers. Raises PlanRefused at the first difference. Syncs once per pair of
+    dtypes.
     """
     groups: defaultdict[tuple[Any, ...], list[tuple[Copy, torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for name, copies in plan.by_tensor.items():
@@ -234,7 +234,7 @@ def check_plan(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Rea
         if differs.any():
             ends = np.cumsum([spot[1].nbytes for spot in spots])
             copy = spots[int(np.searchsorted(ends, differs.argmax(), side="right"))][0]
-            raise PlanRefused(f"parameter {copy.parameter} does not hold the values of tensor {copy.tensor}")
+            raise PlanRefused(f"parameter {copy.parameter} differs from tensor {copy.tensor}")
     return len(plan.copies)
 
 
@@ -243,7 +243,7 @@ def _view(base: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[slice, ...]]]:
-    """Yield three spots of a copy: each as a region of the parameter, and as an index into the tensor."""
+    """Yield three spots of a copy, each as a region of the parameter and an index into the tensor."""
     size = copy.into.size or (1,)
     into, out_of = copy.into.stride or (1,), copy.out_of.stride or (1,)
     num_rows = prod(size[:-1])
@@ -264,42 +264,42 @@ def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[s
 
 
 def _check_layers(model: torch.nn.Module, quantised: Sequence[QuantisedLayer]) -> None:
-    """Refuse layers that compute with other tensors than their parameters, but for these."""
+    """Raise PlanRefused if a layer computes with other tensors than its parameters, except for `quantised` ones."""
     known = {layer.name for layer in quantised}
     if any(hasattr(model, hook) for hook in LOADED_HOOKS):
-        raise PlanRefused("the model derives weights from those that it has loaded")
+        raise PlanRefused("the model derives other weights from the loaded ones")
     if getattr(model, "_do_torchao_reload", False):
-        raise PlanRefused("the model is quantised by torchao")
+        raise PlanRefused("the model is quantized by torchao")
     for name, module in model.named_modules():
         if vars(module).get("cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear:
             raise PlanRefused(f"layer {name} computes with a packed copy of its weight")
         if any(impl.sinks is not impl._sinks_source for impl in _with_sinks(module)):
             raise PlanRefused(f"layer {name} computes with a cast copy of its sinks")
         method = getattr(module, "quant_method", None)
-        method = getattr(method, "old_quant_method", method)  # vLLM wraps an expert layer's method
+        method = getattr(method, "old_quant_method", method)  # vLLM wraps the method of an expert layer
         if name in known or method is None or not any(True for _ in module.parameters(recurse=False)):
             continue
         if type(method).__name__ not in PLAIN_METHODS:
-            raise PlanRefused(f"layer {name} is quantised or re-laid out ({type(method).__name__})")
+            raise PlanRefused(f"layer {name} is quantized or has another layout ({type(method).__name__})")
         backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
         if getattr(method, "moe_kernel", None) is not None and backend not in PLAIN_MOE_BACKENDS:
-            raise PlanRefused(f"layer {name} has its experts in the layout of {backend}")
+            raise PlanRefused(f"layer {name} stores its experts in the layout of {backend}")
         parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
         if getattr(parallel, "enable_eplb", False):
-            raise PlanRefused(f"layer {name} moves its experts about while it serves")
+            raise PlanRefused(f"layer {name} rebalances its experts while it serves")
 
 
 def _with_sinks(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield an attention layer's implementations in vLLM that may keep sinks in a type of their own."""
+    """Yield an attention layer's implementations in vLLM that may keep a cast copy of the sinks."""
     impl: Any = getattr(module, "impl", None)
     variants = impl.get_impl_variants() if hasattr(impl, "get_impl_variants") else (impl,)
     return (one for one in variants if hasattr(one, "_sinks_source"))
 
 
 class _Targets:
-    """The model's parameters by storage, and its other tensors, which a plan does not write.
+    """The model's parameters by storage, and its other tensors, which a plan may not write.
 
-    `on_meta`: names of parameters that have no memory yet.
+    `on_meta` are the names of parameters without memory.
     """
 
     def __init__(self, model: torch.nn.Module, on_meta: Collection[str]) -> None:
@@ -317,13 +317,13 @@ class _Targets:
 
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.numel() == 0:
-            raise PlanRefused(f"parameter {name} is empty: its layer keeps its weight elsewhere")
+            raise PlanRefused(f"parameter {name} is empty: its layer stores the weight elsewhere")
         if parameter.is_meta is not (name in self._on_meta) or not parameter.is_contiguous():
-            raise PlanRefused(f"parameter {name} has no storage or another layout than it was made with")
+            raise PlanRefused(f"parameter {name} has no storage, or is not contiguous")
         first = parameter.storage_offset()
         span = (first, first + parameter.numel(), name, parameter.dtype)
         spans = self._spans[_storage_key(parameter)]
-        for start, stop, other, _ in spans:  # `named_parameters` gives tied ones, which are one object, once
+        for start, stop, other, _ in spans:  # tied parameters are one object, which `named_parameters` returns once
             if start < span[1] and span[0] < stop:
                 raise PlanRefused(f"parameters {other} and {name} share memory")
         spans.append(span)
@@ -335,18 +335,18 @@ class _Targets:
         )
 
     def place(self, tensor: torch.Tensor) -> tuple[str, Region]:
-        """Find the parameter and the region that a tensor views. Raises PlanRefused."""
+        """Return the parameter and the region that a tensor views. Raises PlanRefused."""
         key, offset = _storage_key(tensor), tensor.storage_offset()
         for start, stop, name, dtype in self._spans.get(key, ()):
             if start <= offset < stop:
                 if tensor.dtype != dtype:
                     raise PlanRefused(f"load_weights writes {tensor.dtype} bits into parameter {name}")
                 return name, Region(offset - start, tuple(tensor.shape), tensor.stride())
-        raise PlanRefused(f"load_weights writes {self._others.get(key, 'a tensor')}, which is no parameter")
+        raise PlanRefused(f"load_weights writes {self._others.get(key, 'a tensor')}, which is not a parameter")
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """A mode that records writes to parameters instead of doing them. All else runs, on meta tensors."""
+    """Records writes to parameters instead of executing them. Everything else runs on meta tensors."""
 
     def __init__(self, targets: _Targets) -> None:
         super().__init__()
@@ -354,7 +354,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.fills: list[Fill] = []
         self.refusal: PlanRefused | None = None
         self._targets = targets
-        self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # holds them, so that no storage's key comes twice
+        # Keeps the tensors alive, so that storage keys are unique
+        self._sources: dict[int, tuple[str, torch.Tensor]] = {}
 
     def sources(self, tensors: Iterable[TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
         for info in tensors:
@@ -379,10 +380,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
     def _moved(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the result of `.to(device)` on a part of a checkpoint tensor: the same part."""
+        """Return the result of `.to(device)` on a part of a checkpoint tensor, which is the same part."""
         name, base = self._sources[_storage_key(tensor)]
         if tensor.dtype != base.dtype or dtype != base.dtype:
-            self._refuse(f"load_weights casts tensor {name} before it copies it")
+            self._refuse(f"load_weights casts tensor {name} before copying it")
         moved = torch.empty(base.shape, dtype=dtype, device="meta")
         self._sources[_storage_key(moved)] = (name, moved)
         return moved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -405,9 +406,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _copy(self, parameter: str, into: Region, written: torch.Tensor, value: torch.Tensor) -> Copy:
         name, base = self._sources.get(_storage_key(value), ("", None))
         if base is None or value.dtype != base.dtype:
-            self._refuse(f"parameter {parameter} gets computed values, no part of one checkpoint tensor")
+            self._refuse(f"parameter {parameter} gets computed values instead of a part of one checkpoint tensor")
         if written.dtype != value.dtype and not {written.dtype, value.dtype} <= set(CAST_DTYPES.values()):
-            self._refuse(f"parameter {parameter} is {written.dtype}, tensor {name} is {value.dtype}")
+            self._refuse(f"parameter {parameter} has dtype {written.dtype}, tensor {name} has {value.dtype}")
         value = value.expand(written.shape)
         return Copy(parameter, into, name, Region(value.storage_offset(), into.size, value.stride()))
 
@@ -417,7 +418,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operation writes, by its schema."""
+    """Yield the tensors that an operation writes according to its schema."""
     for position, name in _write_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)
         yield from (item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None)
@@ -430,7 +431,7 @@ def _write_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def _check_coverage(targets: _Targets, writes: Sequence[Copy | Fill]) -> None:
-    """Refuse unless the writes cover every element of every parameter exactly once."""
+    """Raise PlanRefused unless the writes cover every element of every parameter exactly once."""
     by_parameter: defaultdict[str, list[Region]] = defaultdict(list)
     for write in writes:
         by_parameter[write.parameter].append(write.into)
@@ -439,21 +440,22 @@ def _check_coverage(targets: _Targets, writes: Sequence[Copy | Fill]) -> None:
         num_written = sum(region.num_elements for region in regions)
         if num_written < num_elements:
             missing = num_elements - num_written
-            raise PlanRefused(f"parameter {name} has {num_elements} elements, and nothing writes {missing} of them")
+            raise PlanRefused(f"parameter {name} has {num_elements} elements, of which {missing} are not written")
         runs = [_runs(name, region) for region in regions]
         starts = np.concatenate([run[0] for run in runs])
         lengths = np.concatenate([np.full(len(run[0]), run[1]) for run in runs])
         order = np.argsort(starts)
         ends = starts[order] + lengths[order]
         if (starts[order][1:] < ends[:-1]).any():
-            raise PlanRefused(f"parameter {name} is written twice in some place")
+            raise PlanRefused(f"parameter {name} has elements that are written twice")
         if ends[-1] > num_elements:
             raise PlanRefused(f"parameter {name} is written beyond its end")
-        # Disjoint, inside, and as many as there are: every element once.
+        # No run overlaps another or exceeds the parameter, and their lengths sum to its size: each element is
+        # written once.
 
 
 def _runs(name: str, region: Region) -> tuple[Any, int]:
-    """Return a region as the starts of equally long runs of neighbouring elements."""
+    """Return a region as the start indexes of equally long runs of adjacent elements."""
     dimensions = sorted((stride, size) for stride, size in zip(region.stride, region.size, strict=True) if size > 1)
     length = 1
     while dimensions and dimensions[0][0] == length:
@@ -467,19 +469,19 @@ def _runs(name: str, region: Region) -> tuple[Any, int]:
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    """Return a key of a tensor's storage for as long as it lives; meta tensors have no address."""
+    """Return a key of a tensor's storage, valid while it lives. Meta tensors have no address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class _LoadingSnapshot:
-    """The Python state of a model's modules and parameters, so that running its loading code can be undone.
+    """The Python state of a model's modules and parameters, so that running its loader can be undone.
 
-    The bytes are never touched.
+    The weights themselves are not saved, because the trace does not write them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        # `detach` keeps the storage that an assignment to `.data` would let go of.
+        # `detach` keeps the storage alive that an assignment to `.data` would release.
         self._parameters = [(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()]
         states: list[Any] = [vars(parameter) for _, parameter, _ in self._parameters]
         for module in model.modules():
@@ -487,7 +489,7 @@ class _LoadingSnapshot:
         self._states = [(state, state.copy()) for state in states]
 
     def restore(self) -> str | None:
-        """Undo what the loading changed; returns the first parameter that was replaced or got another storage."""
+        """Undo the changes of the loader. Returns the first parameter that was replaced or got another storage."""
         found = dict(self._model.named_parameters())
         replaced = found.keys() - {name for name, _, _ in self._parameters}
         for name, parameter, data in self._parameters:

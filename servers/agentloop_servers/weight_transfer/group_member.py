@@ -1,16 +1,14 @@
-"""A worker's place in a trainer's own broadcast group, and the tensors of a transfer's part as they come out of it.
+"""A worker's membership in a trainer's own broadcast group, and the tensors of a transfer's part.
 
     vllm   a `StatelessProcessGroup` (a TCP store) has the NCCL id; all ranks sum one element after they joined
     nccl   a process group of torch.distributed has the id in its store; rank 0 writes it at its first broadcast
-    gloo   torch's own `ProcessGroupGloo`, over the same keys of the store; also for `vllm` on a CPU
+    gloo   torch's own `ProcessGroupGloo`, with the same keys of the store; also for `vllm` on a CPU
     ipc    no group: each part has the handles
 
-The trainer's end is vLLM's or torch's own code: keys and order of collectives are theirs (vLLM 0.32, torch 2.13).
-This end has NCCL in the communicators of `transports/nccl.py`: no watchdog's timeout ends the process, and they are
-aborted once `check` raises. All data travels as bytes.
-
-Threads: a member joins in a thread of its own; `receive` and `settle` belong to the thread of the stage, `leave` to
-any. A member that was broken or has left stays so.
+The trainer uses vLLM's or torch's own code, so keys and the order of collectives are theirs (vLLM 0.32, torch
+2.13). This side uses the communicators of `transports/nccl.py`, which no watchdog ends and which abort once
+`check` raises. A member joins in its own thread; `receive` and `settle` belong to the stage's thread, `leave` to
+any. A member that failed or left cannot return.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ from agentloop_servers.weight_transfer.transports.nccl import LIBRARY, Communica
 from agentloop_servers.weight_transfer.worker_calls import StageProgress, StageState
 
 GLOO_POLL_S = 0.0005
-_NCCL_ID_KEY = "0"  # of a process group's first communicator
+_NCCL_ID_KEY = "0"  # key of a process group's first communicator
 
 Check = Callable[[], None]
 
 
 class _Rank(Protocol):
-    """One rank of a group that was joined."""
+    """One rank of a joined group."""
 
     def receive(self, data: torch.Tensor, deadline_at: float, check: Check) -> None:
         """Fill `data` from rank 0's next broadcast, for work on the current stream."""
@@ -56,7 +54,7 @@ class GroupMember:
     """A worker in a trainer's group: RECEIVING while it joins, HELD as a member, FAILED with an `error`."""
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device, timeout_s: float) -> None:
-        """Begin to join. `rank` is the worker's, within its replica."""
+        """Start to join. `rank` is the worker's rank in its replica."""
         self.state = StageState.RECEIVING
         self.error = ""
         self.transport = _transport(init, device)
@@ -69,7 +67,7 @@ class GroupMember:
         self._joining.start()
 
     def join(self) -> None:
-        """Wait until it has joined, or failed to."""
+        """Wait until it has joined or failed."""
         self._joining.join()
 
     @property
@@ -78,9 +76,9 @@ class GroupMember:
         return StageProgress(self.state, self.error)
 
     def receive(self, part: TransferPart, check: Check) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a part, valid until the next one for work on the current stream.
+        """Yield the tensors of a part, each valid until the next one for work on the current stream.
 
-        `check` is called while this waits; its exception ends the membership. Raises CheckpointUnreadable.
+        `check` is called during waits; its exception ends the membership. Raises CheckpointUnreadable.
         """
         deadline_at = time.monotonic() + self._timeout_s
 
@@ -101,7 +99,7 @@ class GroupMember:
             self.error = self.error or str(error) or type(error).__name__
             self.leave()
             if isinstance(error, NcclFailed | RuntimeError | TimeoutError):
-                raise CheckpointUnreadable(f"the broadcast broke: {error}", param="update_info") from error
+                raise CheckpointUnreadable(f"the broadcast failed: {error}", param="update_info") from error
             raise
 
     def leave(self) -> None:
@@ -115,7 +113,7 @@ class GroupMember:
         try:
             self._rank = _RANKS[self.transport](self._init, rank, self._device, self._timeout_s)
             self.state = StageState.HELD
-        except Exception as error:  # the group's failure: the worker goes on
+        except Exception as error:  # joining has failed, but the worker keeps serving
             self.error = f"{type(error).__name__}: {error}"
             self.state = StageState.FAILED
         if self._is_left:
@@ -123,7 +121,7 @@ class GroupMember:
 
 
 def broadcasts(part: TransferPart) -> Iterator[Sequence[TensorInfo]]:
-    """Yield the tensors of each of a part's broadcasts."""
+    """Yield the tensors of each broadcast of a part."""
     run: list[TensorInfo] = []
     size = 0
     for tensor in part.tensors:
@@ -137,7 +135,7 @@ def broadcasts(part: TransferPart) -> Iterator[Sequence[TensorInfo]]:
 
 
 def unpacked(run: Sequence[TensorInfo], data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that lie in `data` (uint8) one after the other, as views where they are aligned."""
+    """Yield the tensors that are consecutive in `data` (uint8), as views where they are aligned."""
     offset = 0
     for tensor in run:
         size, dtype = _num_bytes(tensor), dtype_of(tensor)
@@ -150,10 +148,10 @@ def unpacked(run: Sequence[TensorInfo], data: torch.Tensor) -> Iterator[tuple[st
 def mapped(
     part: TransferPart, device: torch.device, buffers: dict[Any, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors whose memory another process of this host has exported, as vLLM's IPC engine does.
+    """Yield tensors whose memory another process of this host has exported, as vLLM's IPC engine does.
 
-    They are the exporter's memory: valid until the part's call is answered. `buffers` keeps a packed buffer for the
-    transfer's next parts: torch counts every mapping of one export. Raises CheckpointUnreadable.
+    They are the exporter's memory, valid until the part's call returns. `buffers` keeps a packed buffer for the
+    transfer's next parts, because torch counts every mapping of an export. Raises CheckpointUnreadable.
     """
     try:
         handles = read_handles(part.handles)
@@ -167,12 +165,15 @@ def mapped(
         for tensor, of_gpus in zip(part.tensors, handles, strict=True):
             rebuilt = _rebuilt(of_gpus[uuid], device)
             if tuple(rebuilt.shape) != tuple(tensor.shape) or rebuilt.dtype != dtype_of(tensor):
-                raise CheckpointUnreadable(f"the handle of {tensor.name} is of another tensor", param="update_info")
+                raise CheckpointUnreadable(
+                    f"the handle of {tensor.name} belongs to a tensor of another shape or dtype",
+                    param="update_info",
+                )
             yield tensor.name, rebuilt
     except KeyError as error:
         raise CheckpointUnreadable(f"no handle for GPU {error}", param="update_info") from error
     except (pickle.UnpicklingError, ValueError, TypeError, EOFError, RuntimeError) as error:
-        raise CheckpointUnreadable(f"handles that cannot be mapped: {error}", param="update_info") from error
+        raise CheckpointUnreadable(f"the handles cannot be mapped: {error}", param="update_info") from error
 
 
 _HANDLE_TYPES = {
@@ -182,17 +183,17 @@ _HANDLE_TYPES = {
 
 
 class _HandleUnpickler(pickle.Unpickler):
-    """Reads IPC handles: plain values, and the few names of torch that they hold."""
+    """Unpickles IPC handles: only plain values and the few torch names that handles contain."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _HANDLE_TYPES.get(name, getattr(torch, name, None))
         if name in _HANDLE_TYPES or isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a handle")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a handle")
 
 
 def read_handles(data: bytes) -> Any:
-    """Read the pickled handles of a part. Raises UnpicklingError for what is no part of one."""
+    """Read the pickled handles of a part. Raises UnpicklingError for other content."""
     return _HandleUnpickler(io.BytesIO(data)).load()
 
 
@@ -216,27 +217,27 @@ class _GlooRank:
         while not work.is_completed():
             check()
             if time.monotonic() > deadline_at:
-                raise TimeoutError("not finished in time")
+                raise TimeoutError("the broadcast did not finish before its deadline")
             time.sleep(GLOO_POLL_S)
         work.wait()
         data.copy_(host)
 
     def settle(self, deadline_at: float, check: Check) -> None:
-        """Every broadcast was waited for."""
+        """No effect: `receive` has waited for every broadcast."""
 
     def abort(self) -> None:
         threading.Thread(target=_end_gloo, args=(self._group, self._work), daemon=True).start()
 
 
 def _end_gloo(group: Any, work: Any) -> None:
-    """Keep a group while its last work runs: the destructor waits for that, and `abort` does not end it."""
+    """Keep a group alive while its last work runs: the destructor waits for it, and `abort` does not end it."""
     group.abort()
     while work is not None and not work.is_completed():
         time.sleep(1.0)
 
 
 class _NcclRank:
-    """A rank whose communicator is made by `_joined`, at the first broadcast."""
+    """A rank whose communicator is created by `_joined` at the first broadcast."""
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device, timeout_s: float) -> None:
         self._init, self._number, self._device = init, rank, device
@@ -275,10 +276,10 @@ class _NcclRank:
 
 
 class _VllmRank(_NcclRank):
-    """A rank as vLLM's `PyNcclCommunicator` makes it: joined at once, with a sum of one element as the proof."""
+    """A rank as vLLM's `PyNcclCommunicator` creates it: joined at once, with a sum of one element as a check."""
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device, timeout_s: float) -> None:
-        from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415 # only vLLM's workers have it
+        from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415 # installed only in vLLM's workers
         from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env  # noqa: PLC0415
 
         self._init, self._number, self._device = init, rank, device
@@ -309,14 +310,14 @@ _RANKS: dict[str, Callable[[GroupInit, int, torch.device, float], _Rank]] = {
 
 
 def _transport(init: GroupInit, device: torch.device) -> str:
-    """Name the way of a group's tensors: an engine on a CPU has gloo only."""
+    """Return the transport of a group's tensors. An engine on a CPU has only gloo."""
     if init.backend is GroupBackend.GLOO or device.type == "cpu":
         return "gloo"
     return "nccl" if init.backend is GroupBackend.NCCL else "vllm-nccl"
 
 
 def _torch_store(init: GroupInit, rank: int, device_type: str, timeout_s: float) -> dist.Store:
-    """Reach the store of a process group that torch.distributed makes, below the group's own keys."""
+    """Connect to the store of a torch.distributed process group, with the prefixes of the group's keys."""
     host = f"[{init.master_address}]" if ":" in init.master_address else init.master_address
     timeout = timedelta(seconds=timeout_s)
     url = f"tcp://{host}:{init.master_port}"

@@ -1,8 +1,8 @@
-"""LoRA adapter folders in the PEFT format, read from the configuration and the safetensors header alone (no torch).
+"""LoRA adapter folders in the PEFT format, read without torch from the configuration and the safetensors header.
 
-`adapter_config.json` says the rank and the scaling, `adapter_model.safetensors` holds, for every adapted linear
-layer, `base_model.model.<layer>.lora_A.weight` [rank, in] and `....lora_B.weight` [out, rank]; the layer then adds
-`scaling * B @ A`. Fields that vLLM would ignore, or refuse only while it loads, are refused here.
+`adapter_config.json` has the rank and the scaling. `adapter_model.safetensors` has for every adapted linear layer
+`base_model.model.<layer>.lora_A.weight` [rank, in] and `....lora_B.weight` [out, rank]; the layer adds `scaling *
+B @ A`. Settings that vLLM ignores, or refuses only during loading, are refused here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPERTS = ".experts."
 
 
 class _PeftConfig(msgspec.Struct):
-    """The fields that change what an adapter computes."""
+    """The settings that change the result of an adapter."""
 
     r: int
     lora_alpha: float
@@ -36,7 +36,7 @@ class _PeftConfig(msgspec.Struct):
     use_rslora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
-    # Not implemented by vLLM: anything but these defaults is refused.
+    # Not supported by vLLM, so other values than these defaults are refused.
     use_dora: bool = False
     lora_bias: bool = False
     use_qalora: bool = False
@@ -48,7 +48,7 @@ class _PeftConfig(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """One linear layer's part of an adapter: it adds `scaling * B @ A` to the layer's weight [out, in]."""
+    """The adapter of one linear layer, which adds `scaling * B @ A` to the layer's weight [out, in]."""
 
     rank: int
     num_inputs: int
@@ -57,42 +57,45 @@ class AdaptedLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the adapted weight."""
         return self.num_outputs, self.num_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterContent:
-    """The content of an adapter folder, by the layers' names in checkpoints ("model.layers.0.self_attn.q_proj")."""
+    """The content of an adapter folder, by the layers' checkpoint names ("model.layers.0.self_attn.q_proj")."""
 
     layers: Mapping[str, AdaptedLayer]
     num_bytes: int
 
 
 def check_adapter(directory: str, max_rank: int, served: Mapping[str, TensorInfo] | None = None) -> AdapterContent:
-    """Read and check an adapter folder. Blocks. Raises CheckpointUnreadable, in one line.
+    """Read and check an adapter folder. Blocks. Raises CheckpointUnreadable with a one-line message.
 
-    `served`: the base model's tensors by name; every adapted layer must be one of them.
+    `served` has the base model's tensors by name. Every adapted layer must be one of them.
     """
     adapter = read_adapter(directory)
     for name, layer in adapter.layers.items():
         if layer.rank > max_rank:
-            raise _unreadable(f"layer {name} has rank {layer.rank}, the engine takes {max_rank} (engine.lora_rank)")
+            raise _unreadable(
+                f"layer {name} has rank {layer.rank}, above the engine's {max_rank} (engine.lora_rank)"
+            )
         weight = served.get(f"{name}.weight") if served is not None else None
         if weight is not None and weight.shape != layer.shape:
-            raise _unreadable(f"layer {name} is for a weight {layer.shape}, the served one is {weight.shape}")
+            raise _unreadable(
+                f"layer {name} adapts a weight of shape {layer.shape}, but the served one has {weight.shape}"
+            )
         if served is not None and weight is None and _EXPERTS not in name:  # experts may be stored fused
             raise _unreadable(f"the served model has no layer {name}")
     return adapter
 
 
 def read_adapter(directory: str) -> AdapterContent:
-    """Read an adapter folder as `check_adapter` does, for any rank and any model."""
+    """Read an adapter folder as `check_adapter` does, with any rank and for any model."""
     config = _read_config(Path(directory) / CONFIG_FILE)
     checkpoint = inspect_checkpoint(directory)
     names = [path.name for path in checkpoint.files]
     if names != [WEIGHTS_FILE]:
-        raise _unreadable(f"an adapter is one file {WEIGHTS_FILE}, not {', '.join(names)}")
+        raise _unreadable(f"expected only the file {WEIGHTS_FILE}, found {', '.join(names)}")
     halves = _halves(checkpoint)
     layers = {}
     for name in dict.fromkeys(name for name, _ in halves):
@@ -102,7 +105,7 @@ def read_adapter(directory: str) -> AdapterContent:
             raise _unreadable(f"layer {name} has no lora_{error.args[0][1]}") from error
         rank = int(_by_pattern(config.rank_pattern, name, config.r))
         if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
-            raise _unreadable(f"layer {name} has shapes {a} and {b}, not of rank {rank}")
+            raise _unreadable(f"layer {name} has the shapes {a} and {b}, which do not have rank {rank}")
         alpha = _by_pattern(config.alpha_pattern, name, config.lora_alpha)
         scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         layers[name] = AdaptedLayer(rank, a[1], b[0], scaling)
@@ -110,19 +113,19 @@ def read_adapter(directory: str) -> AdapterContent:
 
 
 def tensor_names(layer: str) -> tuple[str, str]:
-    """Return the names of a layer's A and B."""
+    """Return the names of a layer's A and B tensors."""
     return f"{_PEFT_PREFIX}{layer}.lora_A.weight", f"{_PEFT_PREFIX}{layer}.lora_B.weight"
 
 
 def is_expert(layer: str) -> bool:
-    """Tell if a layer belongs to a mixture of experts, which engines keep fused."""
+    """Return True if a layer belongs to a mixture of experts, which engines store fused."""
     return _EXPERTS in layer
 
 
 def write_zero_adapter(model: str, directory: str) -> None:
-    """Write an adapter of zeros for the model in folder `model`: rank 1, one layer.
+    """Write an adapter of zeros with rank 1 and one layer for the model in folder `model`.
 
-    Raises CheckpointUnreadable if the folder does not tell the shape of any linear layer.
+    Raises CheckpointUnreadable if no shape of a linear layer can be found.
     """
     name, (num_outputs, num_inputs) = _some_layer(Path(model))
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, "bias": "none"}
@@ -133,7 +136,7 @@ def write_zero_adapter(model: str, directory: str) -> None:
         start, end = end, end + 4 * math.prod(shape)
         header[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format aligns the bytes
+    encoded += b" " * (-len(encoded) % 8)  # the format requires aligned data
     content = len(encoded).to_bytes(8, "little") + encoded + bytes(end)
     (Path(directory) / WEIGHTS_FILE).write_bytes(content)
 
@@ -142,13 +145,15 @@ def _read_config(path: Path) -> _PeftConfig:
     try:
         config = msgspec.json.decode(path.read_bytes(), type=_PeftConfig)
     except OSError as error:
-        raise _unreadable(f"no {path.name}: {error.strerror}") from error
+        raise _unreadable(f"cannot read {path.name}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise _unreadable(f"{path.name}: {error}") from error
     if config.peft_type != "LORA" or config.r < 1:
-        raise _unreadable(f"{path.name}: peft_type {config.peft_type} of rank {config.r} is not a LoRA adapter")
+        raise _unreadable(
+            f"{path.name}: expected peft_type LORA with rank 1 or more, got {config.peft_type} with rank {config.r}"
+        )
     if config.bias != "none":
-        raise _unreadable(f"{path.name}: bias {config.bias!r} is not supported")
+        raise _unreadable(f"{path.name}: bias {config.bias!r} is not supported, only 'none'")
     unsupported = [
         name
         for name in (
@@ -173,33 +178,35 @@ def _halves(checkpoint: CheckpointInfo) -> dict[tuple[str, str], TensorInfo]:
     for name, tensor in checkpoint.tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise _unreadable(f"tensor {name} is not a lora_A or lora_B of a linear layer")
+            raise _unreadable(f"tensor {name} is not the lora_A or lora_B weight of a linear layer")
         halves[match["layer"], match["half"]] = tensor
     if not halves:
-        raise _unreadable("it adapts no layer")
+        raise _unreadable("the file has no LoRA tensors")
     return halves
 
 
 def _by_pattern(patterns: Mapping[str, int | float] | None, layer: str, default: float) -> float:
-    """Apply PEFT's rule: the first pattern that matches an end of the name, from a dot on."""
+    """Return the value of the first pattern that matches the end of the layer's name, at a dot, as PEFT does."""
     matches = (value for key, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
     return next(matches, default)
 
 
 def _some_layer(model: Path) -> tuple[str, tuple[int, int]]:
-    """Find a linear layer that vLLM can adapt, and the shape of its weight."""
+    """Return a linear layer that vLLM can adapt, and the shape of its weight."""
     if any(model.glob("*.safetensors")):
         for name, tensor in inspect_checkpoint(str(model)).tensors.items():
             layer, _, leaf = name.rpartition(".")
             if leaf == "weight" and layer.endswith("_proj") and len(tensor.shape) == 2 and not is_expert(name):
                 return layer, (tensor.shape[0], tensor.shape[1])
-    try:  # without weights: the query projection of the usual architectures
+    try:  # Without weights: the query projection of the common architectures.
         config = json.loads((model / "config.json").read_bytes())
         num_heads, num_inputs = int(config["num_attention_heads"]), int(config["hidden_size"])
         num_outputs = num_heads * int(config.get("head_dim") or num_inputs // num_heads)
         return "model.layers.0.self_attn.q_proj", (num_outputs, num_inputs)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(f"{model.name} does not tell the shape of a layer to adapt ({error!r})") from error
+        raise _unreadable(
+            f"{model.name} has no weights or usable config.json to find a layer to adapt ({error!r})"
+        ) from error
 
 
 def _unreadable(reason: str) -> CheckpointUnreadable:

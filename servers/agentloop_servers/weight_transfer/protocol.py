@@ -1,13 +1,12 @@
-"""The control connections between a sender of weights and the engine workers: small messages over TCP.
+"""The control connections between a weight sender and the engine workers: small messages over TCP, no bulk data.
 
-The sender listens, workers connect; the first message is a `Hello` with the offer's token. Frames are a length
-(four bytes, big-endian) and a msgpack body of one of the `Message` structs; no bulk data and no pickle. Each end
-has one thread (`ControlConnections`) whose event loop reads and writes all of its connections, so that the end of
-a peer is known at once, whatever else this process waits for.
+The sender listens and workers connect. A frame is a length (four bytes, big-endian) and one `Message` in msgpack,
+never pickle. In each process one thread (`ControlConnections`) reads and writes all connections, so the end of a
+peer is detected at once, even while the process waits for something else.
 
-Order of an update: Hello, Accept; then for each attempt Go from every worker, StartAttempt, TransportBytes both
-ways, Arrived and EndAttempt; at the end Done. Abandon ends an attempt or the update, from either side at any time.
-A connection survives an update only by a `Done`, so no message of an old update meets a new one.
+Messages of an update: Hello, Accept; for each attempt Go from every worker, StartAttempt, TransportBytes both
+ways, Arrived and EndAttempt; finally Done. Either side may send Abandon to end an attempt or the update. A
+connection is reused only after Done, so messages of different updates never mix.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from agentloop_servers.net.tcp import keep_alive, listening_socket
 from agentloop_servers.net.tls import trusting
 
 HELLO_TIMEOUT_S = 5.0
-HANDOVER_TIMEOUT_S = 15.0  # for the thread to take a message over, not for the peer to read it
-LINGER_S = 1.0  # in which the peer of a closed connection reads the last message
-_ACCEPT_TURNS = 4  # of the loop, in which a connection that is being accepted comes through
-CONNECTION_POLL_S = 0.05  # between two reads of flags that are set without a notice
+HANDOVER_TIMEOUT_S = 15.0  # for the connection's thread to send a message, not for the peer to read it
+LINGER_S = 1.0  # for the peer of a closed connection to read the last message
+_ACCEPT_TURNS = 4  # event loop iterations after which a connection in `accept` is complete
+CONNECTION_POLL_S = 0.05  # seconds between two reads of flags that change without a notification
 MAX_HELLO_BYTES = 2**16
-MAX_FRAME_BYTES = 2**26  # the checksums of seven million tensors
-MAX_WAITING = 1024  # messages; a transport has two buckets in flight, so this bound is never met by a sane peer
-MAX_STRANGERS = 256  # connections that have not shown the token yet; more are turned away
+MAX_FRAME_BYTES = 2**26  # enough for the checksums of seven million tensors
+MAX_WAITING = 1024  # messages; a transport has two buckets in flight, so a correct peer stays below it
+MAX_STRANGERS = 256  # connections without a valid token; further ones are closed
 HEADER = struct.Struct(">I")
 
 
@@ -48,20 +47,23 @@ class BaseMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_
 
 
 class Hello(BaseMessage, frozen=True, tag="hello"):
-    """A worker's introduction. Processes on one host, or one device, have the same `host`, or `device`."""
+    """The first message of a worker. Processes on one host have the same `host`, on one GPU the same `device`."""
 
     token: str
     rank: int
     host: str
     device: str  # "cpu", or the CUDA device's uuid
-    can_hold: bool  # whether its memory has room beside the served weights
-    num_receivers: int  # that the sender waits for
-    num_optional: int = 0  # beside these, and not waited for
-    is_optional: bool = False  # this worker is one of the optional ones
+    can_hold: bool  # it has staging memory in addition to the served weights
+    num_receivers: int  # the number of workers that the sender waits for
+    num_optional: int = 0  # further workers that the sender does not wait for
+    is_optional: bool = False  # this is one of the optional workers
 
 
 class Accept(BaseMessage, frozen=True, tag="accept"):
-    """The sender's answer to a Hello. In one phase the worker says Go at its commit, else once it has memory."""
+    """The sender's response to Hello.
+
+    The worker sends Go once it has memory; in a blocking update, at its commit.
+    """
 
     transport: str
     is_one_phase: bool
@@ -69,41 +71,41 @@ class Accept(BaseMessage, frozen=True, tag="accept"):
 
 
 class Go(BaseMessage, frozen=True, tag="go"):
-    """A worker's word that it is ready to receive an attempt's bytes."""
+    """The worker is ready to receive the bytes of an attempt."""
 
 
 class StartAttempt(BaseMessage, frozen=True, tag="start_attempt"):
-    """The sender's word that an attempt begins: bucket 0 comes next, buckets of earlier attempts are void."""
+    """The sender starts an attempt at bucket 0. Buckets of earlier attempts are void."""
 
     attempt_id: int
 
 
 class TransportBytes(BaseMessage, frozen=True, tag="transport"):
-    """A message of a transport, to its other half."""
+    """A message of a transport to its other end."""
 
     attempt_id: int
     body: bytes
 
 
 class Arrived(BaseMessage, frozen=True, tag="arrived"):
-    """A worker's word that it has consumed every bucket of the attempt."""
+    """The worker has consumed every bucket of the attempt."""
 
     attempt_id: int
 
 
 class EndAttempt(BaseMessage, frozen=True, tag="end_attempt"):
-    """The sender's word that all workers have every bucket; `checksums` has one entry a bucket."""
+    """All workers have every bucket. `checksums` has one entry per bucket."""
 
     attempt_id: int
     checksums: list[int]
 
 
 class Done(BaseMessage, frozen=True, tag="done"):
-    """A worker's word that the checksums of all buckets are equal."""
+    """The worker has found all checksums equal."""
 
 
 class Abandon(BaseMessage, frozen=True, tag="abandon"):
-    """The end of an attempt, which another one follows; without `attempt_id`, the end of the worker's update."""
+    """Ends an attempt, which is followed by another one. Without `attempt_id` it ends the worker's update."""
 
     reason: str
     attempt_id: int | None = None
@@ -117,18 +119,19 @@ _connection_ids = itertools.count(1)
 
 
 class ConnectionLost(Exception):
-    """An error of a connection whose peer is gone or has broken the protocol."""
+    """The peer is gone or has violated the protocol."""
 
 
 class TransportBroken(Exception):
-    """An error that ends the attempt: a lost peer, a cancellation or a deadline. `str()` is one clear line."""
+    """The attempt has failed: a lost peer, a cancellation or a deadline. `str()` is one line."""
 
 
 class Connection:
-    """One control connection, for any thread but its owner's. Every change notifies the owner's condition.
+    """One control connection, used from any thread except its owner's. Every change notifies the owner's
+    condition.
 
-    `death` is the reason of the connection's end, empty while it lives. A message is sent once `send` returns; the
-    condition must not be held meanwhile, so a `check` must not send.
+    `death` is the reason why the connection ended; empty while it is open. `send` returns after the message was
+    written. The caller must not hold the condition during `send`, so a `check` must not send.
     """
 
     def __init__(self, owner: ControlConnections, writer: asyncio.StreamWriter, tls: ssl.SSLContext | None) -> None:
@@ -144,14 +147,13 @@ class Connection:
         self._inbox: deque[BaseMessage] = deque()
 
     def send(self, message: BaseMessage) -> None:
-        """Send one message. Raises ConnectionLost."""
         try:
             self._owner.thread.run(self._write(message)).result(HANDOVER_TIMEOUT_S)
         except (RuntimeError, OSError, concurrent.futures.CancelledError) as error:  # the owner was closed
             raise ConnectionLost(self.death or "closed") from error
 
     def pop(self, kind: type[M]) -> M | None:
-        """Take the oldest waiting message of this kind; None if there is none now."""
+        """Remove and return the oldest message of this type; None if the inbox has none."""
         with self._owner.condition:
             message = self.peek(kind)
             if message is not None:
@@ -159,16 +161,16 @@ class Connection:
             return message
 
     def peek(self, kind: type[M]) -> M | None:
-        """Return the message that `pop` would take, without taking it."""
+        """Return the message that `pop` would return, without removing it."""
         with self._owner.condition:
             return next((message for message in self._inbox if isinstance(message, kind)), None)
 
     def take(
         self, kind: type[M], *, deadline_at: float | None = None, check: Callable[[], None] | None = None
     ) -> M:
-        """Wait for a message of this kind. Raises ConnectionLost, TimeoutError, or the error of `check`.
+        """Wait for a message of this type. Raises ConnectionLost, TimeoutError, or the error of `check`.
 
-        Without a deadline `check` must keep one.
+        Without `deadline_at`, `check` must enforce a deadline.
         """
         with self._owner.condition:
             while True:
@@ -180,55 +182,58 @@ class Connection:
                 if self.death:
                     raise ConnectionLost(self.death)
                 if deadline_at is not None and time.monotonic() >= deadline_at:
-                    raise TimeoutError(f"no {kind.__name__} in time")
+                    raise TimeoutError(f"the peer sent no {kind.__name__} message before the deadline")
                 self._owner.condition.wait(CONNECTION_POLL_S)
 
     def forget(self) -> None:
-        """Drop all waiting messages."""
+        """Drop all received messages."""
         with self._owner.condition:
             self._inbox.clear()
 
     def close(self) -> None:
-        """Close the connection in the background; messages that were sent still arrive. Idempotent."""
+        """Close the connection in the background, after the messages that were sent. Idempotent."""
         self.die("closed")
         self._owner.thread.call(self._end_writing)
 
     def die(self, reason: str) -> None:
-        """Record the connection's end and its reason; the first reason counts."""
+        """Record why the connection ended. The first reason is kept."""
         with self._owner.condition:
             self.death = self.death or reason
             self._owner.condition.notify_all()
 
-    # --- on the owner's thread ---
+    # On the owner's thread
 
     async def serve(self, reader: asyncio.StreamReader, *, must_introduce: bool = False) -> None:
-        """Read messages until either side ends the connection. `must_introduce`: a Hello has to come first."""
+        """Read messages until either side closes the connection.
+
+        With `must_introduce` the first must be a Hello.
+        """
         try:
             if must_introduce:
                 async with asyncio.timeout(self._owner.hello_timeout_s):
                     first = await _read(reader, MAX_HELLO_BYTES)
                 if not isinstance(first, Hello):
-                    raise ConnectionLost("the first message was no hello")
+                    raise ConnectionLost("the first message was not a Hello")
                 self._receive(first)
                 self._owner.know(self)
             while True:
                 self._receive(await _read(reader, MAX_FRAME_BYTES))
         except msgspec.MsgspecError:
-            self.die("the peer does not speak the protocol")
+            self.die("the peer sent a malformed message")
         except asyncio.IncompleteReadError:
-            self.die("the connection was closed")
+            self.die("the peer closed the connection")
         except (ConnectionLost, OSError) as error:
-            self.die(str(error) or "no hello in time")
+            self.die(str(error) or "the peer sent no Hello within its timeout")
         finally:
             self._writer.close()
 
     def _receive(self, message: BaseMessage) -> None:
         if isinstance(message, Hello) and not self._owner.authorize(message):
-            self._writer.write(_frame(Abandon("the token is wrong or of an earlier offer")))
+            self._writer.write(_frame(Abandon("the token is wrong or belongs to an earlier offer")))
             raise ConnectionLost("wrong token")
         with self._owner.condition:
             if len(self._inbox) >= MAX_WAITING:
-                raise ConnectionLost("the peer sends more than it may")
+                raise ConnectionLost("the peer sent more than {MAX_WAITING} messages that were not read")
             if not self.death:
                 self._inbox.append(message)
             self._owner.condition.notify_all()
@@ -239,16 +244,16 @@ class Connection:
         self._writer.write(_frame(message))
 
     def _end_writing(self) -> None:
-        """Close in two steps: a socket that is closed with unread data may lose its last message."""
-        with contextlib.suppress(OSError, RuntimeError):  # the peer was faster
+        """Close in two steps, because a socket that is closed with unread data may lose its last message."""
+        with contextlib.suppress(OSError, RuntimeError):  # the peer has closed it already
             self._writer.write_eof()
         asyncio.get_running_loop().call_later(LINGER_S, self._writer.close)
 
 
 class ControlConnections:
-    """All control connections of one end, with the thread that reads and writes them.
+    """All control connections of one process, with the thread that reads and writes them.
 
-    `authorize` checks the token of a Hello. `known` are the connections with a right one.
+    `authorize` checks the token of a Hello. `known` has the connections with a valid token.
     """
 
     def __init__(
@@ -264,12 +269,12 @@ class ControlConnections:
         self.hello_timeout_s = hello_timeout_s
         self.known: list[Connection] = []
         self._server: asyncio.Server | None = None
-        self._tls: ssl.SSLContext | None = None  # of the server
+        self._tls: ssl.SSLContext | None = None  # the server's
         self._serving: dict[Connection, asyncio.Task[None]] = {}
         atexit.register(self._close_at_exit)
 
     def listen(self, host: str, tls: ssl.SSLContext | None = None) -> str:
-        """Accept connections on a free port of `host`, by TLS if its context is given. Returns "host:port"."""
+        """Accept connections on a free port of `host`, with TLS if `tls` is given. Returns "host:port"."""
         self._tls = tls
         sock = listening_socket(host, backlog=MAX_STRANGERS)
         port = sock.getsockname()[1]
@@ -281,7 +286,7 @@ class ControlConnections:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def connect(self, address: str, timeout_s: float, certificate: str = "") -> Connection:
-        """Open a connection to "host:port", by TLS if its certificate is given. Raises ConnectionLost."""
+        """Open a connection to "host:port", with TLS if a certificate is given. Raises ConnectionLost."""
         host, _, port = address.rpartition(":")
         tls = trusting(certificate) if certificate else None
 
@@ -296,30 +301,32 @@ class ControlConnections:
         try:
             return self.thread.run(open_one()).result(timeout_s + HANDOVER_TIMEOUT_S)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConnectionLost(f"no connection to {address} ({str(error) or 'no answer in time'})") from error
+            raise ConnectionLost(
+                f"could not connect to {address}: {str(error) or f'no response within {timeout_s:g} s'}"
+            ) from error
 
     def know(self, connection: Connection) -> None:
-        """Add a connection whose peer has shown the right token to `known`."""
+        """Add a connection with a valid token to `known`."""
         with self.condition:
             self.known.append(connection)
 
     def forget_dead(self) -> None:
-        """Remove ended connections from `known`."""
+        """Remove closed connections from `known`."""
         with self.condition:
             self.known = [connection for connection in self.known if not connection.death]
 
     def close(self) -> None:
-        """Stop listening, close all connections and end the thread, without waiting for it. Idempotent."""
+        """Stop listening, close all connections and stop the thread, without waiting for it. Idempotent."""
         atexit.unregister(self._close_at_exit)
-        with contextlib.suppress(RuntimeError):  # it was closed
+        with contextlib.suppress(RuntimeError):  # already closed
             self.thread.run(self._end())
 
     def _close_at_exit(self) -> None:
-        """Close at the process's exit if `close` was not called, so that last messages arrive."""
+        """Close at the exit of the process if `close` was not called, so that the last messages arrive."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             self.thread.run(self._end()).result(3 * LINGER_S)
 
-    # --- on the thread ---
+    # On the thread
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._serving) - len(self.known) >= MAX_STRANGERS:
@@ -334,7 +341,7 @@ class ControlConnections:
 
     async def _end(self) -> None:
         if self._server is not None:
-            for sock in self._server.sockets:  # a server that is closed amid an accept leaves that socket open
+            for sock in self._server.sockets:  # closing a server during an accept would leak that socket
                 asyncio.get_running_loop().remove_reader(sock)
             for _ in range(_ACCEPT_TURNS):
                 await asyncio.sleep(0)
@@ -349,7 +356,7 @@ class ControlConnections:
 async def _read(reader: asyncio.StreamReader, max_bytes: int) -> BaseMessage:
     (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
     if not 0 < size <= max_bytes:
-        raise ConnectionLost("the peer does not speak the protocol")
+        raise ConnectionLost("the peer sent a malformed frame")
     message: BaseMessage = _decoder.decode(await reader.readexactly(size))
     return message
 
@@ -360,10 +367,10 @@ def _frame(message: BaseMessage) -> bytes:
 
 
 class Peer:
-    """The process at the other end of one connection, during one attempt.
+    """The process at the other end of a connection, during one attempt.
 
-    It carries a transport's small messages; those of an earlier attempt are dropped. `check` raises TransportBroken
-    if the attempt is over for *any* peer, and costs microseconds. `host` is a worker's, as its Hello names it.
+    Carries a transport's small messages and drops those of earlier attempts. `check` raises TransportBroken if the
+    attempt is over for any peer; it takes microseconds. `host` is the `host` of a worker's Hello.
     """
 
     def __init__(self, connection: Connection, attempt_id: int, check: Callable[[], None], host: str = "") -> None:
@@ -376,7 +383,6 @@ class Peer:
         self._attempt_id = attempt_id
 
     def post(self, body: bytes) -> None:
-        """Send a message. Raises TransportBroken."""
         try:
             self._connection.send(TransportBytes(attempt_id=self._attempt_id, body=body))
         except ConnectionLost as error:

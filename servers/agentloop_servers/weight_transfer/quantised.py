@@ -1,10 +1,9 @@
-"""Layers that the engine quantises when it loads them, within a copy plan.
+"""Layers that the engine quantizes at loading, within a copy plan.
 
-A plan writes their tensors in the form in which they are loaded. `QuantisedLoad` keeps those of one layer until all
-are there. Then the engine's own code quantises a double of the layer, beside the one that serves, and the results
-are what a load through the engine makes, byte for byte. So quantising needs the unquantised memory of one layer
-where tensors come layer by layer. It needs no other rank: layers whose scales are agreed on with other ranks are
-outside of plans, since staging runs beside their decoding.
+A plan writes their tensors in the form in which they are loaded. Once all tensors of a layer are there, the
+engine's own code quantizes a copy of the layer next to the serving one, so the result is the same as after a load
+by the engine, byte for byte. This needs the unquantized memory of one layer at a time. It runs during decoding, so
+layers whose scales are agreed between ranks by collectives are not part of plans.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ _IS_PROCESSED = "_already_called_process_weights_after_loading"
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor with its dimensions in the order in which they lie in memory: contiguous, if that is dense."""
+    """Return a view with the dimensions in memory order, which is contiguous if the memory is dense."""
     if tensor.is_contiguous():
         return tensor
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 class QuantisedLoad:
-    """A load by a plan of the tensors that `accept` gets, on their stream.
+    """Loads the tensors that `accept` receives by a plan, on their stream.
 
-    What is loaded as it is goes into `parameters`. `take` gets a quantised layer's served tensors, dense.
+    Unquantized tensors are written into `parameters`; `take` receives a quantized layer's served tensors, dense.
     """
 
     def __init__(
@@ -43,12 +42,12 @@ class QuantisedLoad:
     ) -> None:
         self._plan = plan
         self._take = take
-        self._loaded: dict[str, torch.Tensor] = {}  # of layers that have begun
+        self._loaded: dict[str, torch.Tensor] = {}  # tensors of incomplete layers
         self._into = ChainMap(self._loaded, dict(parameters))
-        self._missing: dict[str, set[Copy]] = {}  # by layer
+        self._missing: dict[str, set[Copy]] = {}  # layer -> copies that are missing
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
-        """Load a checkpoint tensor. One that has come before may come again, with all others of its layer."""
+        """Load a checkpoint tensor. It may be repeated together with all other tensors of its layer."""
         layers = {
             layer.name: layer
             for one in self._plan.by_tensor[name]
@@ -76,7 +75,7 @@ class QuantisedLoad:
 
 
 def quantised(layer: QuantisedLayer, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors that the layer would serve after a load of these; it is left as it is."""
+    """Return the tensors that the layer would serve after loading `loaded`. The layer does not change."""
     double = copy.copy(layer.module)
     prefix = f"{layer.name}."
     as_loaded = {
@@ -98,13 +97,13 @@ def quantised(layer: QuantisedLayer, loaded: Mapping[str, torch.Tensor]) -> dict
 
 
 def check_quantised(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> None:
-    """Quantise a checkpoint's layers, and compare each with what is served, byte for byte. Raises PlanRefused."""
+    """Quantize a checkpoint's layers and compare each with the served one, byte for byte. Raises PlanRefused."""
 
     def compare(name: str, made: torch.Tensor) -> None:
         served = parameters.get(name)
         is_same = served is not None and (served.shape, served.dtype) == (made.shape, made.dtype)
         if not is_same or not made.is_contiguous() or not torch.equal(_bytes(served), _bytes(made)):
-            raise PlanRefused(f"parameter {name} does not hold what its quantised tensors are")
+            raise PlanRefused(f"parameter {name} differs from the quantized tensors of the checkpoint")
 
     load = QuantisedLoad(plan, {}, compare)
     for name, copies in plan.by_tensor.items():

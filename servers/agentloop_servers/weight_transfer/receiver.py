@@ -1,8 +1,8 @@
-"""The receiving side of a push: one engine worker process.
+"""The receiving side of a push, in one engine worker process.
 
-`Receiver` keeps the connections to its last senders for later updates, with their transports. An `Incoming` is one
-update; it belongs to the thread that iterates `receive_attempt`, and only `abort` comes from other threads. Every
-failure to receive the weights raises CheckpointUnreadable.
+`Receiver` keeps the connections to its last senders, with their transports, for later updates. An `Incoming` is
+one update. It belongs to the thread that iterates `receive_attempt`; only `abort` is called from other threads.
+Every failure to receive the weights raises CheckpointUnreadable.
 
     incoming = receiver.open(source, can_hold=True, timeout_s=60)
     while True:
@@ -53,8 +53,8 @@ from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiv
 from agentloop_servers.weight_transfer.transports.tcp import TcpReceiveTransport
 from agentloop_servers.weight_transfer.verify import bucket_checksum, checksum, to_host
 
-ABANDON_GRACE_S = 5.0  # between a transport that broke and the sender's word that the attempt is void
-MAX_CONNECTIONS = 2  # kept between updates: the trainer's, and the last other replica's
+ABANDON_GRACE_S = 5.0  # between a transport's error and the sender's message that the attempt is void
+MAX_CONNECTIONS = 2  # kept between updates: the trainer's, and that of the last peer replica
 RECEIVE_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], ReceiveTransport]] = {
     TransportKind.NCCL: NcclReceiveTransport,
     TransportKind.IPC: IpcReceiveTransport,
@@ -64,12 +64,12 @@ RECEIVE_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], ReceiveTrans
 
 
 class AttemptRestarted(Exception):
-    """The sender begins again at bucket 0, because another worker was lost: call `receive_attempt` again."""
+    """The sender restarts at bucket 0, because another worker was lost. Call `receive_attempt` again."""
 
 
 @dataclass(slots=True)
 class _KnownSender:
-    """A connection to a sender, with the transports that were used over it."""
+    """A connection to a sender, with the transports that were used with it."""
 
     connection: Connection
     transports: dict[TransportKind, ReceiveTransport] = field(default_factory=dict)
@@ -90,13 +90,13 @@ class Receiver:
         *,
         transports: Mapping[TransportKind, Callable[[torch.device], ReceiveTransport]] = RECEIVE_TRANSPORTS,
     ) -> None:
-        """`rank` is this worker's index within its replica; buckets arrive on `device`."""
+        """`rank` is this worker's index in its replica. Buckets arrive on `device`."""
         self._device = device
         self._rank = rank
         self._make_transport = transports
         self._condition = threading.Condition()  # shared with the connections
         self._connections: ControlConnections | None = None
-        self._senders: dict[str, _KnownSender] = {}  # by address, the latest used last
+        self._senders: dict[str, _KnownSender] = {}  # by address, least recently used first
 
     def open(
         self,
@@ -106,13 +106,15 @@ class Receiver:
         timeout_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Incoming:
-        """Say hello to the sender, and wait until it has accepted all workers. Raises CheckpointUnreadable.
+        """Send Hello to the sender, and wait until it has accepted all workers. Raises CheckpointUnreadable.
 
-        `can_hold`: there is memory beside the served weights. `timeout_s` bounds this call, and the transfer anew.
-        `is_given_up` is called at least every 50 ms of the wait, and ends it by True.
+        `can_hold` says that staging memory is available. `timeout_s` limits this call, and separately the
+        transfer. `is_given_up` is called at least every 50 ms; True ends the wait.
         """
         if push.num_receivers < 1:
-            raise CheckpointUnreadable("the push does not say how many workers receive it", param="push")
+            raise CheckpointUnreadable(
+                f"the push has num_receivers {push.num_receivers}, expected 1 or more", param="push"
+            )
         num_senders = len(push.addresses)
         if num_senders != 1 and self._rank >= num_senders:
             raise CheckpointUnreadable(f"the push has no sender for worker {self._rank}", param="push")
@@ -136,7 +138,7 @@ class Receiver:
             def check() -> None:
                 refusal = connection.peek(Abandon)
                 if refusal is not None or is_given_up():
-                    raise ConnectionLost("the update was given up" if refusal is None else refusal.reason)
+                    raise ConnectionLost("the update was cancelled" if refusal is None else refusal.reason)
 
             accept = connection.take(Accept, deadline_at=deadline_at, check=check)
         except (ConnectionLost, TimeoutError) as error:
@@ -148,7 +150,7 @@ class Receiver:
         return Incoming(push, connection, sender.transports[kind], accept, self._condition, timeout_s)
 
     def close(self) -> None:
-        """End all connections and free their transports. Idempotent; no update may be open."""
+        """Close all connections and release their transports. Idempotent. No update may be open."""
         for address in list(self._senders):
             self._forget(address)
         connections, self._connections = self._connections, None
@@ -156,14 +158,14 @@ class Receiver:
             connections.close()
 
     def _reach(self, address: str, certificate: str, hello: Hello, timeout_s: float) -> _KnownSender:
-        """Say hello over the kept connection, else over a new one. Raises ConnectionLost."""
+        """Send Hello on the kept connection, or on a new one. Raises ConnectionLost."""
         for other in [known for known, kept in self._senders.items() if kept.connection.death]:
             self._forget(other)
         sender = self._senders.pop(address, None)
         if sender is not None:
             with contextlib.suppress(ConnectionLost):
                 sender.connection.send(hello)
-                self._senders[address] = sender  # the latest used
+                self._senders[address] = sender  # now the most recently used
                 return sender
             sender.close()
         while len(self._senders) >= MAX_CONNECTIONS:
@@ -195,23 +197,24 @@ class Incoming:
         self.layout = lay_out(push.tensors, accept.bucket_bytes)
         self.is_one_phase = accept.is_one_phase
         self.transport = accept.transport
-        self.transfer_ms = 0.0  # of the latest attempt, from its first byte until its last was consumed
-        self.digest = ""  # of the tensors and the sender's checksums, once these were compared
+        self.transfer_ms = 0.0  # the last attempt's time, from its first byte until its last byte was consumed
+        self.digest = ""  # identifies the tensors and checksums, set after their comparison
         self.tensors = push.tensors
         self._connection = connection
         self._transport = transport
         self._condition = condition
         self._timeout_s = timeout_s
-        self._deadline_at: float | None = None  # from the first `receive_attempt` on
+        self._deadline_at: float | None = None  # set by the first `receive_attempt`
         self._aborted = False
-        self._sums: list[torch.Tensor] = []  # one a bucket of this attempt
+        self._sums: list[torch.Tensor] = []  # one per bucket of this attempt
 
     def receive_attempt(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Run one attempt with the sender, from Go to Arrived. Yields every bucket in order.
+        """Run one attempt from Go to Arrived. Yields every bucket in order: its index and its bytes (uint8) on the
+        device.
 
-        A bucket is its index, and its bytes (uint8) on the device: valid until the next iteration, and for work
-        that was put on the current stream by then. Go says that in two phases the memory is there, in one phase
-        that generation is frozen. Raises AttemptRestarted, CheckpointUnreadable.
+        The bytes are valid until the next iteration, and for work that was enqueued on the current stream before
+        it. Go means that memory is available, or in a blocking update that generation is frozen. Raises
+        AttemptRestarted and CheckpointUnreadable.
         """
         if self._deadline_at is None:
             self._deadline_at = time.monotonic() + self._timeout_s
@@ -230,7 +233,7 @@ class Incoming:
             self._connection.send(Arrived(attempt_id))
 
     def finish(self) -> None:
-        """Compare the checksums of all buckets with the sender's, and tell the sender the result.
+        """Compare the checksums of all buckets with the sender's, and send it the result.
 
         Raises AttemptRestarted, and CheckpointUnreadable if a bucket differs.
         """
@@ -245,33 +248,35 @@ class Incoming:
             raise CheckpointUnreadable(problem, param="push")
 
     def fail(self, reason: str) -> None:
-        """Leave this update, and tell the sender the reason; it goes on with the other workers. Idempotent."""
+        """Leave this update and send the reason. The sender continues with the other workers. Idempotent."""
         with contextlib.suppress(ConnectionLost):
             self._connection.send(Abandon(reason))
         self._transport.abort()
         self._connection.close()
 
     def abort(self) -> None:
-        """Leave this update now, from any thread; its waits raise CheckpointUnreadable. Idempotent."""
+        """Leave this update now, from any thread. Its waits raise CheckpointUnreadable. Idempotent."""
         with self._condition:
             self._aborted = True
             self._condition.notify_all()
-        self.fail("the update was given up")
+        self.fail("the update was cancelled")
 
     def _difference(self, received: list[int], sent: list[int]) -> str | None:
         if not len(received) == len(sent) == len(self.layout.bucket_sizes):
-            return f"{len(sent)} checksums came for {len(received)} of {len(self.layout.bucket_sizes)} buckets"
+            return (
+                f"expected {len(self.layout.bucket_sizes)} buckets, got {len(received)} and {len(sent)} checksums"
+            )
         differing = [bucket for bucket, pair in enumerate(zip(received, sent, strict=True)) if pair[0] != pair[1]]
         if not differing:
             return None
         first = self.layout.in_bucket(differing[0])
         return (
-            f"{len(differing)} of {len(sent)} buckets did not arrive as they were sent over {self.transport}, "
-            f"first the one with {first[0].name} and {len(first) - 1} more tensors"
+            f"{len(differing)} of {len(sent)} buckets changed in transit over {self.transport}, "
+            f"the first has {first[0].name} and {len(first) - 1} more tensors"
         )
 
     def _check(self) -> None:
-        """Raise TransportBroken if this attempt cannot go on; `_breaking` finds out if it restarts."""
+        """Raise TransportBroken if this attempt cannot continue. `_breaking` decides whether it restarts."""
         self._check_wanted()
         abandoned = self._connection.peek(Abandon)
         if abandoned is not None:
@@ -279,15 +284,15 @@ class Incoming:
         if self._connection.death:
             raise TransportBroken(f"the connection was lost: {self._connection.death}")
         if self._deadline_at is not None and time.monotonic() > self._deadline_at:
-            raise TransportBroken("the transfer ran out of time")
+            raise TransportBroken(f"the transfer did not end within {self._timeout_s:g} s")
 
     def _check_wanted(self) -> None:
         if self._aborted:
-            raise TransportBroken("the update was given up")
+            raise TransportBroken("the update was cancelled")
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Turn a broken attempt into AttemptRestarted or CheckpointUnreadable; either way the transport aborts."""
+        """Convert a broken attempt into AttemptRestarted or CheckpointUnreadable, and abort the transport."""
         try:
             yield
         except (TransportBroken, ConnectionLost) as error:
@@ -301,7 +306,7 @@ class Incoming:
             raise CheckpointUnreadable(f"the weights did not arrive: {reason}", param="push") from error
 
     def _last_word(self) -> Abandon | None:
-        """Wait for the sender's reason, which may come later than a transport's error; None if none comes."""
+        """Wait for the sender's reason, which may arrive after a transport's error; None if none arrives."""
         deadline_at = min(time.monotonic() + ABANDON_GRACE_S, self._deadline_at or float("inf"))
         try:
             return self._connection.take(Abandon, deadline_at=deadline_at, check=self._check_wanted)
@@ -309,16 +314,17 @@ class Incoming:
             return None
 
     def _drop_starts(self, attempt_id: int) -> None:
-        """Drop the starts of attempts up to this one: an attempt may end before this worker has begun it."""
+        """Drop StartAttempt messages up to `attempt_id`: an attempt may end before this worker has started it."""
         while (start := self._connection.peek(StartAttempt)) is not None and start.attempt_id <= attempt_id:
             self._connection.pop(StartAttempt)
 
 
 def receive(incoming: Incoming, take: Callable[[str, torch.Tensor], None], *, is_tied: bool = False) -> None:
-    """Receive all tensors and compare them with the sender's; begin again if another receiver was lost.
+    """Receive all tensors and compare them with the sender's. Restarts if another receiver was lost.
 
-    A tensor that `take` gets is valid for work that is put on the current stream before `take` returns. With
-    `is_tied` the model ties its output head. Raises CheckpointUnreadable, also for a head of other values.
+    A tensor passed to `take` is valid for work that is enqueued on the current stream before `take` returns.
+    `is_tied` means that the model ties its output head. Raises CheckpointUnreadable, also if a tied head differs
+    from the embeddings.
     """
     tied = head_and_twins(incoming.tensors) if is_tied else []
     sums: dict[str, torch.Tensor] = {}

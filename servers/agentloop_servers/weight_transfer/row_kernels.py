@@ -1,6 +1,6 @@
-"""Kernels (Triton) that copy or sum the rows of many tensors on a GPU in one launch.
+"""Triton kernels that copy or sum the rows of many tensors on a GPU in one launch.
 
-A launch for each tensor costs the host more than the GPU's work takes: a commit has hundreds, in a pause.
+With one launch per tensor the host would be slower than the GPU: a commit has hundreds of tensors, during a pause.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS, _COLUMNS = 8, 128  # a program's tile: whole rows, which it walks so many words at a time
+_ROWS, _COLUMNS = 8, 128  # the tile of a program: whole rows, read in chunks of this many words
 _WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
 
 
 class RowKernels:
-    """The rows of these tensors, each [rows, words of a row] and dense; all must stay in place.
+    """The rows of tensors with shape [rows, words per row], dense; all must stay in place.
 
-    `into`: tensors of the same shapes for `copy`. `sums` has a place for each row of each tensor, in their order.
+    `into` has tensors of the same shapes, for `copy`. `sums` has one element per row, in tensor order.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
@@ -37,11 +37,11 @@ class RowKernels:
             self._launches.append((_WORDS[word], torch.tensor(rows).to(sums.device), of_tile.to(sums.device)))
 
     def copy(self) -> None:
-        """Copy all rows. No sync."""
+        """Copy all rows. Does not sync."""
         self._launch(is_copy=True)
 
     def sum(self) -> None:
-        """Set `sums`, wrapping. No sync."""
+        """Set `sums`, with wraparound. Does not sync."""
         self._launch(is_copy=False)
 
     def _launch(self, *, is_copy: bool) -> None:

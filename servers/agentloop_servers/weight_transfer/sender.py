@@ -1,12 +1,9 @@
 """The sending side of a push: a trainer, or an engine worker that sends its weights to another one.
 
-`WeightSender.run` is one transfer, step by step. Connections of workers that came through stay open for the next
-one, and with them what their transports keep.
-
-`ReceiverGroup` has the workers of one transfer, from their Hello to their Done. A worker leaves if it is refused,
-lost, failed or late; its `failure` is the reason, and nothing is sent to it any more. All waits end with the
-transfer's deadline or by its cancellation, and wait for all workers at once. A `GraceTimer` bounds the wait for a
-late worker, and for an attempt's next bucket: it starts anew with each arrival.
+`WeightSender.run` is one transfer. Connections to workers that received the weights stay open for the next
+transfer, together with the resources of their transports. `ReceiverGroup` tracks the workers of one transfer from
+Hello to Done. A worker leaves if it is refused, lost, failed or late; its `failure` has the reason. All waits end
+with the transfer's deadline or its cancellation.
 """
 
 from __future__ import annotations
@@ -58,11 +55,12 @@ from agentloop_servers.weight_transfer.transports.tcp import TcpSendTransport
 
 MAX_ATTEMPTS = 3
 CLOSE_TIMEOUT_S = 30.0
-RECEIVER_GRACE_S = 10.0  # that workers that are there wait for one that is not
-OPTIONAL_GRACE_S = 1.0  # the same for those that a transfer can do without
-STALL_S = 15.0  # in which no bucket moves: the attempt is void
-MEMORY_STALLS = 2  # so many times that long workers wait for one that takes its memory: gigabytes are pinned
-START_STALLS = 4  # and for the first bucket: NCCL sets its connections up
+RECEIVER_GRACE_S = 10.0  # for workers that are missing, counted from the last arrival
+OPTIONAL_GRACE_S = 1.0  # the same for optional workers
+STALL_S = 15.0  # an attempt without progress for this long has failed
+# In units of `stall_s`: the wait for a worker that allocates staging memory, because pinning gigabytes is slow
+MEMORY_STALLS = 2
+START_STALLS = 4  # in units of `stall_s`: the wait for the first bucket, because NCCL opens its connections
 SEND_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = {
     TransportKind.NCCL: NcclSendTransport,
     TransportKind.IPC: IpcSendTransport,
@@ -73,29 +71,29 @@ SEND_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], SendTransport]]
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """The figures of a transfer. `failures` has a line for each worker that did not get the weights."""
+    """The result of a transfer. `failures` has a line for each worker that did not receive the weights."""
 
     num_bytes: int  # to each worker
     transports: tuple[str, ...]
-    transfer_ms: float  # of the attempt that worked, from its first byte to its last
+    transfer_ms: float  # the successful attempt's time, from its first byte to its last
     num_attempts: int
-    num_receivers: int  # that have verified the weights
+    num_receivers: int  # workers that have verified the weights
     failures: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Offer:
-    """The weights of one `run`, and the orders of other threads meanwhile."""
+    """The weights of one `run`, and the requests of other threads during it."""
 
     token: str
     items: tuple[Outgoing, ...]
     layout: Layout
-    cancelled: str | None = None  # the reason
-    num_expected: int | None = None  # workers that may still come, if fewer than they were told
+    cancelled: str | None = None  # the reason of the cancellation
+    num_expected: int | None = None  # the workers that can still arrive, if fewer than their Hello says
 
 
 class WeightSender:
-    """The sending end of one process, for one offer at a time. Its methods block: call `run` in a thread."""
+    """Sends the weights of one process, one offer at a time. Its methods block: call `run` in a thread."""
 
     def __init__(
         self,
@@ -108,29 +106,32 @@ class WeightSender:
         stall_s: float = STALL_S,
         is_encrypted: bool = False,
     ) -> None:
-        """`listen_host` is the address under which workers reach this process, so no wildcard.
+        """`listen_host` is the address at which workers reach this process, so it must not be a wildcard.
 
-        Tensors are packed on `device`: the current CUDA device by default, or the CPU if there is none. An attempt
-        in which no bucket moves for `stall_s` is void. What `is_encrypted` is control connections and the transport
-        `tcp`, by a certificate of this sender's own, which its offers tell.
+        Tensors are packed on `device`, by default the current CUDA device or the CPU. An attempt without progress
+        for `stall_s` fails. `is_encrypted` applies to control connections and the `tcp` transport, with this
+        sender's own certificate, which its offers contain.
         """
         if listen_host in ("", "0.0.0.0", "::"):
-            raise InvalidRequest("listen_host must be an address that workers can connect to", param="listen_host")
+            raise InvalidRequest(
+                f"listen_host is {listen_host!r}: it must be an address that workers can connect to",
+                param="listen_host",
+            )
         self._listen_host = listen_host
         self._asked = TransportKind(transport)
         self._bucket_bytes = bucket_bytes
         self._device = device if device is not None else _default_device()
         self._make_transport = transports
         self._stall_s = stall_s
-        self._certificate = certificate() if is_encrypted else ""  # with its key
+        self._certificate = certificate() if is_encrypted else ""  # includes its private key
         self._transports: dict[TransportKind, SendTransport] = {}
         self._buffers = PackBuffers(self._device)
-        self._condition = threading.Condition()  # guards what follows, and is shared with the connections
+        self._condition = threading.Condition()  # guards the fields below; shared with the connections
         self.connections: ControlConnections | None = None
         self._address = ""
         self._offer: Offer | None = None
         self._run_lock = threading.Lock()
-        self._num_attempts = 0  # of all runs; numbers the attempts
+        self._num_attempts = 0  # over all runs; gives the attempt ids
 
     def offer(
         self,
@@ -138,9 +139,9 @@ class WeightSender:
         names: TensorNames = TensorNames.CHECKPOINT,
         token: str | None = None,
     ) -> PushSource:
-        """Open an offer for one `run`, in place of an earlier one. Raises CheckpointUnreadable.
+        """Make an offer for one `run`, in place of an earlier one. Raises CheckpointUnreadable.
 
-        Listens from the first call on. `token`: a fresh secret that several senders share; None makes one.
+        The first call starts to listen. `token` is a fresh secret that several senders share; None makes one.
         """
         tensors = tuple(item.info for item in items)
         offer = Offer(token or secrets.token_urlsafe(32), tuple(items), lay_out(tensors, self._bucket_bytes))
@@ -160,16 +161,16 @@ class WeightSender:
         *,
         late_grace_s: float = RECEIVER_GRACE_S,
     ) -> SendReport:
-        """Send the open offer to all its workers, and end it. `before_attempt` runs before each attempt.
+        """Send the open offer to all its workers, and close it. `before_attempt` runs before each attempt.
 
-        A worker that is dead, hung or late is left out `late_grace_s` after the others are there. Returns if at
-        least one worker got the weights, else raises WeightUpdateFailed.
+        A worker that is dead, hung or late is dropped `late_grace_s` after the last arrival. Returns if at least
+        one worker received the weights, otherwise raises WeightUpdateFailed.
         """
         with self._run_lock:
             deadline_at = time.monotonic() + timeout_s
             offer, connections = self._opened()
             group = ReceiverGroup(offer, connections, deadline_at, late_grace_s, self._stall_s)
-            reason = "the transfer has begun without this worker"
+            reason = "the transfer has started without this worker"
             try:
                 group.gather()
                 group.accept(self._asked, device_name(self._device), self._bucket_bytes)
@@ -184,14 +185,14 @@ class WeightSender:
                 self._end_offer(reason)
 
     def expect(self, num_receivers: int) -> None:
-        """Lower the number of workers to wait for, from any thread: the others are known to have failed."""
+        """Lower the number of workers to wait for, because others have failed. Callable from any thread."""
         with self._condition:
             if self._offer is not None:
                 self._offer.num_expected = num_receivers
             self._condition.notify_all()
 
     def cancel(self, reason: str) -> None:
-        """End the offer, from any thread: its `run`, under way or not begun, raises WeightUpdateFailed."""
+        """Cancel the offer from any thread: its running or future `run` raises WeightUpdateFailed."""
         with self._condition:
             if self._offer is not None:
                 self._offer.cancelled = self._offer.cancelled or reason
@@ -201,18 +202,20 @@ class WeightSender:
             transport.abort()
 
     def release(self) -> None:
-        """Free the pack buffers between updates; the next one takes new ones."""
+        """Release the pack buffers between updates. The next update allocates new ones."""
         with self._run_lock:
             self._buffers.free()
 
     def close(self) -> None:
-        """End the offer, the connections and the transports, and stop listening. Idempotent.
+        """Close the offer, the connections and the transports, and stop listening. Idempotent.
 
         Raises WeightUpdateFailed if a `run` in another thread does not end because a tensor's load hangs.
         """
         self.cancel("the sender was closed")
         if not self._run_lock.acquire(timeout=CLOSE_TIMEOUT_S):
-            raise WeightUpdateFailed("the transfer does not end: a tensor's load hangs")
+            raise WeightUpdateFailed(
+                f"the transfer did not end within {CLOSE_TIMEOUT_S:g} s, because the load of a tensor hangs"
+            )
         try:
             connections, self.connections = self.connections, None
             if connections is not None:
@@ -224,7 +227,7 @@ class WeightSender:
             self._run_lock.release()
 
     def _send(self, offer: Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None) -> SendReport:
-        """Make attempts until one reaches every worker that is left. A lost worker ends an attempt for all."""
+        """Run attempts until one reaches every remaining worker. A lost worker ends the attempt for all."""
         broken = ""
         for num_attempts in range(1, MAX_ATTEMPTS + 1):
             group.await_go(is_again=num_attempts > 1)
@@ -240,13 +243,13 @@ class WeightSender:
             return SendReport(
                 offer.layout.num_bytes, transports, sent.transfer_ms, num_attempts, num_receivers, group.failures
             )
-        group.check("the weights were on their way")
-        raise WeightUpdateFailed(f"{MAX_ATTEMPTS} passes broke off, the last one: {broken}")
+        group.check("the weights were being sent")
+        raise WeightUpdateFailed(f"all {MAX_ATTEMPTS} attempts failed, the last one with: {broken}")
 
     def _attempt(
         self, attempt_id: int, offer: Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None
     ) -> SentBuckets:
-        """Send every bucket to every worker that is left. Raises TransportBroken if another attempt may help."""
+        """Send every bucket to every remaining worker. Raises TransportBroken if another attempt may succeed."""
         connections = frozenset(worker.connection.connection_id for worker in group.left)
         buffers = self._buffers.get(offer.layout.largest_bucket, connections)
         if before_attempt is not None:
@@ -276,11 +279,11 @@ class WeightSender:
     def _opened(self) -> tuple[Offer, ControlConnections]:
         with self._condition:
             if self._offer is None or self.connections is None:
-                raise WeightUpdateFailed("there is no open offer: call `offer` before each `run`")
+                raise WeightUpdateFailed("no offer is open: call `offer` before each `run`")
             return self._offer, self.connections
 
     def _end_offer(self, reason: str) -> None:
-        """Withdraw the offer, and turn away workers that came too late."""
+        """Close the offer, and refuse workers that arrived too late."""
         with self._condition:
             self._offer = None
             if self.connections is None:
@@ -319,33 +322,33 @@ class ReceivingWorker:
 
     @property
     def loss(self) -> str | None:
-        """The reason for its end, if its connection broke or it has abandoned the update; else None."""
+        """The reason why its connection broke or it has abandoned the update; None otherwise."""
         abandoned = self.connection.peek(Abandon)
         if abandoned is not None:
             return f"{self.name}: {abandoned.reason}"
         return f"{self.name} was lost: {self.connection.death}" if self.connection.death else None
 
     def tell(self, message: BaseMessage) -> None:
-        """Send a message. No-op if the worker is gone: the next wait for it notices that."""
+        """Send a message. No effect if the worker is gone: the next wait for it detects that."""
         with contextlib.suppress(ConnectionLost):
             self.connection.send(message)
 
     def leave(self, reason: str) -> None:
-        """Exclude the worker from this update, and close its connection: the next update opens another."""
+        """Remove the worker from this update and close its connection. The next update opens another one."""
         self.failure = reason
         self.tell(Abandon(reason))
         self.connection.close()
 
 
 class GraceTimer:
-    """A deadline of `seconds` after the latest arrival. It runs from the first `restart` on."""
+    """A deadline of `seconds` after the last arrival. It starts at the first `restart`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._ends_at = float("inf")
 
     def restart(self, num_times: int = 1) -> None:
-        """Begin anew, with `num_times` the seconds."""
+        """Restart with `num_times` the seconds."""
         self._ends_at = time.monotonic() + num_times * self._seconds
 
     @property
@@ -354,7 +357,7 @@ class GraceTimer:
 
 
 class ReceiverGroup:
-    """The workers of one transfer, as the thread of its `run` sees them."""
+    """The workers of one transfer, used from the thread of its `run`."""
 
     def __init__(
         self,
@@ -370,15 +373,15 @@ class ReceiverGroup:
         self._deadline_at = deadline_at
         self._late_grace_s = late_grace_s
         self._stall_s = stall_s
-        self._stall = GraceTimer(stall_s)  # of the attempt under way
+        self._stall = GraceTimer(stall_s)  # for the current attempt
         self._is_one_phase = False
         self._workers: list[ReceivingWorker] = []
-        self._awaited: list[ReceivingWorker] = []  # their next message has not come yet
-        self._absent: tuple[str, ...] = ()  # a line on those that never came
+        self._awaited: list[ReceivingWorker] = []  # workers whose next message is pending
+        self._absent: tuple[str, ...] = ()  # a message about workers that never connected
 
     @property
     def left(self) -> list[ReceivingWorker]:
-        """The workers that are not excluded."""
+        """The workers that have not failed."""
         return [worker for worker in self._workers if worker.failure is None]
 
     @property
@@ -386,16 +389,16 @@ class ReceiverGroup:
         return *self._absent, *(worker.failure for worker in self._workers if worker.failure is not None)
 
     def check(self, state: str) -> None:
-        """Raise WeightUpdateFailed if the transfer was cancelled or its time is over."""
+        """Raise WeightUpdateFailed if the transfer was cancelled or its deadline has passed."""
         if self._offer.cancelled is not None:
             raise WeightUpdateFailed(f"the transfer was cancelled: {self._offer.cancelled}")
         if time.monotonic() > self._deadline_at:
-            raise WeightUpdateFailed(f"the transfer ran out of time: {state}")
+            raise WeightUpdateFailed(f"the transfer reached its timeout: {state}")
 
     def gather(self) -> None:
-        """Wait for the Hello of all workers, as many as each one names, or fewer after `expect`.
+        """Wait for the Hello of all workers. Their number is in each Hello; `expect` may lower it.
 
-        Late workers have the grace, optional ones `OPTIONAL_GRACE_S`.
+        Missing workers have the grace after the last arrival, optional ones `OPTIONAL_GRACE_S`.
         """
         grace, optional_grace = GraceTimer(self._late_grace_s), GraceTimer(OPTIONAL_GRACE_S)
         with self._condition:
@@ -418,13 +421,13 @@ class ReceiverGroup:
                     return
                 if grace.is_over:
                     late = f"{wanted - num_there} of {wanted} workers"
-                    self._absent = (f"{late} were not there {self._late_grace_s:g} s after the others",)
+                    self._absent = (f"{late} did not connect within {self._late_grace_s:g} s of the others",)
                     return
                 self.check(f"{num_there} of {wanted} workers connected")
                 self._condition.wait(CONNECTION_POLL_S)
 
     def accept(self, asked: TransportKind, sender_device: str, bucket_bytes: int) -> None:
-        """Choose each worker's transport, and tell it; a worker that no transport reaches leaves."""
+        """Choose each worker's transport and send it. Workers that no transport reaches leave."""
         host = host_name()
         for worker in self._workers:
             try:
@@ -436,10 +439,10 @@ class ReceiverGroup:
             worker.tell(Accept(worker.transport, self._is_one_phase, bucket_bytes))
 
     def await_go(self, *, is_again: bool) -> None:
-        """Wait for the Go of all workers that are left. Raises WeightUpdateFailed if none is left.
+        """Wait for the Go of all remaining workers. Raises WeightUpdateFailed if none remains.
 
-        Before the first attempt each has to take its memory, or in one phase to commit. Before another attempt Go
-        comes at once: a worker that hangs is found here.
+        Before the first attempt a worker allocates its memory, or in a blocking update reaches its commit. Before
+        another attempt Go is sent at once, so hung workers are detected here.
         """
         grace_s = self._late_grace_s if is_again or self._is_one_phase else MEMORY_STALLS * self._stall_s
         self._await_each(Go, grace_s, has_begun=is_again)
@@ -449,9 +452,9 @@ class ReceiverGroup:
         self._require_some()
 
     def begin_attempt(self, attempt_id: int) -> dict[TransportKind, tuple[Peer, ...]]:
-        """Begin an attempt with all workers that are left. Returns them by transport.
+        """Start an attempt with all remaining workers. Returns them by transport, in connection order.
 
-        They are in the order of their connections: a transport keeps its group if that is the same.
+        A transport keeps its group if this order is unchanged.
         """
         self._stall.restart(START_STALLS)
         self.tell_all(StartAttempt(attempt_id))
@@ -462,14 +465,14 @@ class ReceiverGroup:
         return peers
 
     def moved(self) -> None:
-        """Restart the stall's timer. Raises TransportBroken if the attempt cannot reach all workers left."""
+        """Restart the stall timer. Raises TransportBroken if the attempt cannot reach all remaining workers."""
         self._stall.restart()
         self._check_attempt()
 
     def await_arrivals(self, attempt_id: int) -> None:
-        """Wait until all workers that are left have consumed every bucket. Raises TransportBroken.
+        """Wait until all remaining workers have consumed every bucket. Raises TransportBroken.
 
-        A transport may run through its receivers one after the other, so one that dies here can starve another.
+        A transport may send to its receivers one after another, so a worker that dies can delay the others.
         """
         for worker in self.left:
             try:
@@ -480,28 +483,28 @@ class ReceiverGroup:
                 raise TransportBroken(f"{worker.name} was lost: {error}") from error
 
     def confirm(self, end: EndAttempt) -> None:
-        """Send the checksums, and wait for each worker's Done. Raises WeightUpdateFailed if none comes."""
+        """Send the checksums, and wait for each worker's Done. Raises WeightUpdateFailed if no worker sends it."""
         self.tell_all(end)
         try:
             self._await_each(Done, self._late_grace_s)
-        except WeightUpdateFailed as error:  # the workers that have said Done have the weights
+        except WeightUpdateFailed as error:  # workers that have sent Done have the weights
             self.dismiss(self._awaited, str(error))
         self._require_some()
 
     def tell_all(self, message: BaseMessage) -> None:
-        """Send a message to all workers that are left."""
+        """Send a message to all remaining workers."""
         for worker in self.left:
             worker.tell(message)
 
     def dismiss(self, workers: Sequence[ReceivingWorker], reason: str) -> None:
-        """Exclude workers from this update."""
+        """Remove workers from this update."""
         for worker in workers:
             worker.leave(reason)
 
     def _check_attempt(self) -> None:
-        """Raise TransportBroken if the attempt cannot reach all workers that are left."""
+        """Raise TransportBroken if the attempt cannot reach all remaining workers."""
         try:
-            self.check("the weights were on their way")
+            self.check("the weights were being sent")
         except WeightUpdateFailed as error:
             raise TransportBroken(str(error)) from error
         for worker in self.left:
@@ -509,16 +512,18 @@ class ReceiverGroup:
             if loss is not None:
                 raise TransportBroken(loss)
         if self._stall.is_over:
-            raise TransportBroken("nothing moves: a worker does not take what is sent")
+            raise TransportBroken(
+                f"the transfer has stalled for {self._stall_s:g} s, because a worker does not read"
+            )
 
     def _require_some(self) -> None:
         if not self.left:
-            raise WeightUpdateFailed(f"no worker is left: {self.failures[0]}")
+            raise WeightUpdateFailed(f"no worker can receive the weights: {self.failures[0]}")
 
     def _await_each(self, kind: type[Go | Done], grace_s: float, *, has_begun: bool = False) -> None:
-        """Wait for a message of every worker left; a worker that is lost, or later than the grace, leaves.
+        """Wait for a message from every remaining worker. Lost workers, and those later than the grace, leave.
 
-        The grace runs from the latest message, or from now if it `has_begun`. Raises WeightUpdateFailed.
+        The grace starts with the last message, or now if it `has_begun`. Raises WeightUpdateFailed.
         """
         grace = GraceTimer(grace_s)
         if has_begun:
@@ -526,19 +531,19 @@ class ReceiverGroup:
 
         def reason_to_leave(worker: ReceivingWorker) -> str | None:
             if worker.loss is None and grace.is_over:
-                return f"{worker.name} had not said {kind.__name__} {grace_s:g} s after the others"
+                return f"{worker.name} did not send {kind.__name__} within {grace_s:g} s of the others"
             return worker.loss
 
         self._awaited = self.left
         while self._awaited:
-            with self._condition:  # a worker that says it and then goes has said it
+            with self._condition:  # Messages first: a worker that sent its message and then disconnected counts.
                 num_before = len(self._awaited)
                 self._awaited = [worker for worker in self._awaited if worker.connection.pop(kind) is None]
                 if len(self._awaited) < num_before:
                     grace.restart()
                 leaving = [(worker, reason) for worker in self._awaited if (reason := reason_to_leave(worker))]
                 if self._awaited and not leaving:
-                    self.check(f"{self._awaited[0].name} has not said {kind.__name__}")
+                    self.check(f"{self._awaited[0].name} has not sent {kind.__name__}")
                     self._condition.wait(CONNECTION_POLL_S)
             for worker, reason in leaving:
                 worker.leave(reason)

@@ -1,7 +1,7 @@
-"""Pushed weights for a simulated engine: every byte is received and checked as in a worker, and then dropped.
+"""Pushed weights for a simulated engine: all bytes are received and verified as in a worker, then dropped.
 
-So the whole path from a trainer to a fleet runs on a machine without an engine. Each update has receivers of its
-own, one a worker, each in a thread; an update that ends early aborts them, and their threads end.
+So the whole path from a trainer to a fleet runs without an engine. Each update has its own receivers, one thread
+per worker; aborting the update ends the threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class _SimulatedWorker:
-    """One worker's receiver with its update. `leave` may be called from any thread, at any time."""
+    """One worker's receiver with its update. `leave` may be called from any thread at any time."""
 
     def __init__(self, rank: int) -> None:
         self._receiver = Receiver(torch.device("cpu"), rank)
@@ -46,13 +46,13 @@ class _SimulatedWorker:
         self.incoming = incoming
         if self._is_left:
             self.leave()
-            raise CheckpointUnreadable("the update was given up", param="push")
+            raise CheckpointUnreadable("the update was cancelled", param="push")
         return incoming
 
     def receive(self, *, is_tied: bool = False) -> float:
-        """Receive all tensors and compare their checksums with the sender's. Returns the milliseconds."""
+        """Receive all tensors and verify their checksums. Returns the milliseconds."""
         assert self.incoming is not None, "it was opened"
-        receive(self.incoming, lambda name, tensor: None, is_tied=is_tied)  # there is no model
+        receive(self.incoming, lambda name, tensor: None, is_tied=is_tied)  # there is no model to load them into
         self._receiver.close()
         return self.incoming.transfer_ms
 
@@ -64,9 +64,9 @@ class _SimulatedWorker:
 
 
 class ReceivedWeights:
-    """A `WeightSource` (`agentloop/simulation/weights.py`) over the real transfer. `can_hold` false: one phase.
+    """A `WeightSource` (`agentloop/simulation/weights.py`) with the real transfer.
 
-    `model`: the folder of the model, of which only the tie of the output head is known.
+    Without `can_hold` updates are blocking. `model` is the model's folder; only its tied output head matters.
     """
 
     def __init__(self, num_workers: int, *, can_hold: bool, timeout_s: float, model: str = "") -> None:
@@ -74,12 +74,12 @@ class ReceivedWeights:
         self._can_hold = can_hold
         self._timeout_s = timeout_s
         self._is_tied = bool(model) and has_tied_embeddings(model)
-        self._waiting: list[_SimulatedWorker] = []  # one phase: opened by a stage, for the transfer
+        self._waiting: list[_SimulatedWorker] = []  # blocking update: opened by the stage, received by the commit
         self._members: dict[str, list[GroupMember]] = {}
-        self._received: tuple[str, int] | None = None  # a transfer, and the bytes of its parts in all workers
+        self._received: tuple[str, int] | None = None  # transfer id, and the bytes of its parts over all workers
 
     async def follow_trainer(self, order: TrainerOrder) -> None:
-        """Do as the engine port says. A part that breaks off leaves nothing of its transfer."""
+        """Implements the engine's `follow_trainer`. A part that fails drops its transfer."""
         match order:
             case GroupInit():
                 ranks = range(self._num_workers)
@@ -105,7 +105,7 @@ class ReceivedWeights:
         self._drop()
         if push is None:
             if received is None or received[0] != update.transfer:
-                raise CheckpointUnreadable("nothing of this transfer has come whole", param="update_info")
+                raise CheckpointUnreadable("no complete part of this transfer was received", param="update_info")
             return StageReport(HeldIn.HOST, "gloo", received[1] // self._num_workers)
         workers = [_SimulatedWorker(rank) for rank in range(self._num_workers)]
         opened = await _on_all(workers, lambda worker: worker.open(push, self._can_hold, self._timeout_s))
@@ -130,12 +130,12 @@ class ReceivedWeights:
 
 
 def _drain(member: GroupMember, part: TransferPart) -> int:
-    """Receive a part, and drop it. Returns its size in bytes."""
+    """Receive a part and drop it. Returns its size in bytes."""
     return sum(tensor.nbytes for _, tensor in member.receive(part, lambda: None))
 
 
 async def _on_all(workers: list[_SimulatedWorker], step: Callable[[_SimulatedWorker], T]) -> list[T]:
-    """Run one step of every worker at once. The first failure, or a cancellation, makes all leave."""
+    """Run one step on every worker in parallel. If one fails or is cancelled, all leave."""
     try:
         return list(await asyncio.gather(*(in_daemon_thread(step, worker) for worker in workers)))
     except BaseException:

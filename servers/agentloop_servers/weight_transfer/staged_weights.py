@@ -1,18 +1,16 @@
-"""The four forms in which a worker holds an update until its commit:
+"""The four ways in which a worker holds an update until its commit:
 
-    ShadowParameters  a copy of the model's parameters in their own layout, quantised where they are, filled while
-                      decoding goes on; the commit copies it over the parameters. Needs a `CopyPlan`. The fastest,
-                      and each rank holds its shard only.
-    StagedCheckpoint  the tensors as they came; the commit runs them through vLLM's own loader.
-    StagedFiles       nothing but the folder's name; the commit reads it through vLLM's own loader.
-    StreamedWeights   nothing: the commit receives (one phase), by the plan or through vLLM's own loader.
+    ShadowParameters  a copy of the model's parameters in their own layout, also quantized, filled while the engine
+                      decodes; the commit copies it over the parameters. Needs a `CopyPlan`. The fastest, and each
+                      rank holds only its shard.
+    StagedCheckpoint  the tensors as received; the commit loads them with vLLM's own loader.
+    StagedFiles       only the folder's name; the commit loads it with vLLM's own loader.
+    StreamedWeights   nothing; the commit receives (blocking update), by the plan or with vLLM's own loader.
 
-Every commit verifies its result: by checksums of the parameters, or by spot checks (`verify.py`). A commit that
-raises leaves weights of unknown state, and a later commit repairs them.
-
-No NaN or infinite value is served. Staged tensors with one are refused in `finish_staging`, and checksums then say
-that the parameters equal them. After a load the parameters themselves are checked: an engine's own loader may have
-made NaN of finite tensors (by a scale of zero, say).
+Every commit verifies its result by checksums or spot checks (`verify.py`). After a commit that raises, the weights
+are in an unknown state until a later commit. NaN and infinite values are never served: `finish_staging` refuses
+staged tensors, and after a load the parameters are checked too, because a loader may produce NaN from finite
+tensors (a zero scale).
 """
 
 from __future__ import annotations
@@ -46,31 +44,33 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class ServedModel(Protocol):
-    """The running model, as a commit uses it: from the worker's own thread, while nothing is decoded."""
+    """The running model during a commit: used from the worker's own thread while nothing is decoded."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The model's own tensors by name, each once and in the order of memory; a write changes the model."""
+        """The model's own tensors by name, each once and in memory order. Writing them changes the model."""
 
     def quantised_layers(self) -> Sequence[QuantisedLayer]:
-        """Return the layers that can be quantised beside the serving ones, with fresh load forms."""
+        """Return the layers that can be quantized next to the serving ones, with new load forms."""
 
     def reload(self, tensors: Tensors) -> None:
-        """Load checkpoint tensors through the engine's own loader."""
+        """Load checkpoint tensors with the engine's own loader."""
 
     def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
-        """Compare the layers with a checkpoint. Returns the numbers compared and not comparable, or raises
-        RuntimeError."""
+        """Compare the layers with a checkpoint. Returns the numbers of compared and of not comparable layers.
+
+        Raises RuntimeError for a difference.
+        """
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
 
 
 class ShadowParameters:
-    """A second set of the model's parameters, filled by a copy plan and copied over them by the commit.
+    """A second set of the model's parameters, filled by a copy plan. The commit copies it over the parameters.
 
-    `shadows` has a tensor for each parameter, of its dtype and shape. All but copies and sums is done before the
-    commit, which runs while generation is frozen.
+    `shadows` has a tensor with each parameter's dtype and shape. Everything except copies and sums is done before
+    the commit, because generation is frozen during the commit.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class ShadowParameters:
         apply_fills(plan, shadows)
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a checkpoint tensor to its places in the shadows, on the current stream."""
+        """Copy a checkpoint tensor into the shadows, on the current stream."""
         self._load.accept(name, tensor)
 
     def finish_staging(self) -> None:
-        """Compute the shadows' checksums. Call after all tensors' copies are done.
+        """Compute the shadows' checksums, after the copies of all tensors.
 
         Raises CheckpointUnreadable for values that are not finite.
         """
@@ -110,20 +110,20 @@ class ShadowParameters:
         with torch.no_grad():
             self._staged_sums.copy()
         swapped = _Mark(device)
-        served = model.parameters  # all that follows runs beside the copies, without a wait
+        served = model.parameters  # the checks below run during the copies, without a sync
         for name, tensor in self._into.items():
             if served[name].data_ptr() != tensor.data_ptr():
-                raise RuntimeError(f"parameter {name} was replaced after the update was staged")
+                raise RuntimeError(f"parameter {name} was replaced after the update was staged: stage it again")
         self._served_sums.compute()
         verified = _Mark(device)
         wrong = self._served_sums.first_difference(self._staged_sums)
         if wrong is not None:
-            raise RuntimeError(f"parameter {wrong} does not hold what was sent")
+            raise RuntimeError(f"parameter {wrong} differs from the staged weights after the commit")
         return CommitReport(started.ms_to(swapped), swapped.ms_to(verified), len(self._into))
 
 
 class StagedCheckpoint:
-    """The update's tensors as they arrived. `tensors` has memory of the right dtype and shape for each name."""
+    """The update's tensors as received. `tensors` has memory with the right dtype and shape for each name."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], held_in: HeldIn) -> None:
         self.held_in = held_in
@@ -148,7 +148,7 @@ class StagedCheckpoint:
 
 
 class StagedFiles:
-    """A folder that the commit reads. Raises CheckpointUnreadable for a bad one."""
+    """A folder that the commit loads. Raises CheckpointUnreadable if the folder is unreadable."""
 
     held_in = HeldIn.FILES
 
@@ -161,7 +161,9 @@ class StagedFiles:
         started_at = time.perf_counter()
         check_unchanged(self._directory, self.info.stamps)
         if inspect_checkpoint(self._directory) != self.info:
-            raise CheckpointUnreadable("the checkpoint was changed after it was staged", param="directory")
+            raise CheckpointUnreadable(
+                "the checkpoint changed after it was staged: push it again", param="directory"
+            )
         with OpenCheckpoint(self.info) as checkpoint:
             model.reload(checkpoint.tensors())
             model.synchronize()
@@ -171,9 +173,9 @@ class StagedFiles:
 
 
 class StreamedWeights:
-    """An update that the commit receives, by the plan or, if it is None, through the engine's own loader.
+    """An update that the commit receives, by the plan or, if it is None, with the engine's own loader.
 
-    A loader cannot begin again when another receiver is lost.
+    With the loader it cannot restart when another receiver is lost.
     """
 
     held_in = HeldIn.NOWHERE
@@ -212,12 +214,12 @@ class StreamedWeights:
 
     def _by_loader(self, model: ServedModel) -> CommitReport:
         names = [place.name for place in self._incoming.layout.places]
-        kept: dict[str, torch.Tensor] = {}  # for the comparison afterwards: on the host, where there is room
+        kept: dict[str, torch.Tensor] = {}  # copies for the comparison afterwards, in host memory
 
         def arriving() -> Tensors:
             for bucket, data in self._incoming.receive_attempt():
                 for place in self._incoming.layout.in_bucket(bucket):
-                    tensor = view(data, place).clone()  # the loader may keep it beyond this bucket
+                    tensor = view(data, place).clone()  # the loader may keep it longer than this bucket is valid
                     kept[place.name] = tensor.cpu()
                     yield place.name, tensor
 
@@ -231,15 +233,15 @@ class StreamedWeights:
 
 
 StagedWeights: TypeAlias = ShadowParameters | StagedCheckpoint | StagedFiles | StreamedWeights
-"""One staged update, in one of its four forms.
+"""A staged update in one of its four forms.
 
-`loaded`, after a commit: the tensors that the engine's own loader has loaded, if they are kept; copy plans are
+After a commit `loaded` has the tensors that the engine's own loader has loaded, if they are kept. Copy plans are
 checked against them.
 """
 
 
 class OpenCheckpoint:
-    """The open safetensors files of a folder, as a context."""
+    """The open safetensors files of a folder, as a context manager."""
 
     def __init__(self, info: CheckpointInfo) -> None:
         self._info = info
@@ -259,17 +261,17 @@ class OpenCheckpoint:
         self._stack.close()
 
     def tensors(self) -> Tensors:
-        """Yield every tensor, in the order of the files."""
+        """Yield every tensor, in file order."""
         for name, file in self._file_by_name.items():
             yield name, file.get_tensor(name)
 
     def read(self, name: str) -> Any:
-        """Return a tensor as safetensors' slice: its parts are read when they are indexed."""
+        """Return a tensor as a safetensors slice, which reads only the indexed parts."""
         return self._file_by_name[name].get_slice(name)
 
 
 class _Mark:
-    """A point of time in a device's work. Call `ms_to` after both points have passed."""
+    """A point in time of a device's work. Call `ms_to` after both points have passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -284,14 +286,14 @@ class _Mark:
 
 
 def _compare_load(model: ServedModel, names: Sequence[str], read: Read) -> tuple[int, int]:
-    """Verify a load through the engine's own loader. Returns the result of `ServedModel.compare`."""
+    """Verify a load by the engine's own loader. Returns the result of `ServedModel.compare`."""
     compared = model.compare(names, read)
     _require_numbers(first_not_finite(model.parameters))
     return compared
 
 
 def _require_numbers(name: str | None) -> None:
-    """Raise CheckpointUnreadable for the tensor of this name, if it is given."""
+    """Raise CheckpointUnreadable for the tensor `name`, unless it is None."""
     if name is not None:
         raise CheckpointUnreadable(not_finite(name), param="directory")
 
@@ -299,7 +301,9 @@ def _require_numbers(name: str | None) -> None:
 def _compare_sums(names: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> None:
     wrong = [name for name, one, other in zip(names, found, wanted, strict=True) if one != other]
     if wrong:
-        raise RuntimeError(f"{len(wrong)} of {len(found)} parameters do not hold what was sent, {wrong[0]} first")
+        raise RuntimeError(
+            f"{len(wrong)} of {len(found)} parameters differ from the received weights, the first is {wrong[0]}"
+        )
 
 
 def _ms(start: float, end: float | None = None) -> float:

@@ -1,19 +1,11 @@
-"""The staging of one worker's new weights: received while decoding goes on, held, and committed.
+"""Staging of one worker's new weights: received during decoding, held, and committed.
 
-    nothing ─► receiving (a thread) ─► held ─► committed        any ─► nothing on a new stage, a drop, or a failure
+nothing ─► receiving (a thread) ─► held ─► committed        any ─► nothing after a new stage, a drop, or a failure
 
-Ownership: `stage`, `poll`, `drop`, `commit` and `offer` are called by the engine, one at a time, on the worker's
-own thread, and return at once, but for `commit`. The thread of a stage owns the update it receives until its
-state is `held`. The form in which an update is held (`staged_weights.py`) depends on the copy plan: it is traced
-once for a list of tensors while nothing is decoded or loaded, and used only after a check against weights that the
-engine itself has loaded.
-
-The place where staged weights wait, for the policy `auto`: device memory if what is staged, the buffers it arrives
-through and a reserve of 1 GiB (which quantising a layer takes from) fit into what is free there; else pinned host
-memory, if it takes at most two thirds of what the host has available; else nowhere, and the update goes in one
-phase. On CPU there is only the host.
-Memory once taken is kept for the next update: what fitted once fits always, and pinning gigabytes takes seconds.
-`release` gives it back.
+The engine calls `stage`, `poll`, `drop`, `commit` and `offer` one at a time on the worker's own thread; all but
+`commit` return at once. The thread of a stage owns the received update until its state is HELD. The form of a held
+update (`staged_weights.py`) depends on the copy plan. A plan is traced once per tensor list, while nothing is
+decoded or loaded, and is used only after it agrees with weights that the engine itself has loaded.
 """
 
 from __future__ import annotations
@@ -76,8 +68,8 @@ from agentloop_servers.weight_transfer.worker_calls import (
 OFFER_TIMEOUT_S = 300.0
 RESERVE_BYTES = 2**30
 HOST_SHARE = 2 / 3
-PART_POLL_S = 0.05  # between two looks of a stage, which waits for a part, at its drop
-THREAD_JOIN_TIMEOUT_S = 10.0  # of a stage's thread that was told to end, which it checks every 50 ms
+PART_POLL_S = 0.05  # seconds between two checks of a stage that waits for a part
+THREAD_JOIN_TIMEOUT_S = 10.0  # for a stage's thread to end, which checks every 50 ms whether it was dropped
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -96,19 +88,20 @@ class _Stage:
     incoming: Incoming | None = None
     is_dropped: bool = False
     thread: threading.Thread | None = None
-    parts: queue.SimpleQueue[TransferPart] = field(default_factory=queue.SimpleQueue)  # without tensors: the end
-    num_parts: int = 0  # received
+    # A part without tensors is the end
+    parts: queue.SimpleQueue[TransferPart] = field(default_factory=queue.SimpleQueue)
+    num_parts: int = 0  # received parts
 
     def check(self) -> None:
         if self.is_dropped:
-            raise CheckpointUnreadable("it was dropped", param="update_info")
+            raise CheckpointUnreadable("the stage was dropped", param="update_info")
 
 
 @dataclass(slots=True)
 class _KnownPlan:
     """A copy plan for tensors of these names and shapes, in any order and dtype.
 
-    `is_checked`: it agrees with weights that the engine has loaded by itself.
+    `is_checked` is True once the plan agrees with weights that the engine itself has loaded.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -117,9 +110,9 @@ class _KnownPlan:
 
 
 class WeightStager:
-    """The receiver, holder and sender of one worker process's weights.
+    """Receives, holds and sends the weights of one worker process.
 
-    `can_trace` false: no copy plans, since the model computes with packed copies of its parameters.
+    Without `can_trace` there are no copy plans, because the model computes with packed copies of its parameters.
     """
 
     def __init__(
@@ -146,12 +139,12 @@ class WeightStager:
         self._known: _KnownPlan | None = None
         self._refused: Mapping[str, tuple[int, ...]] = {}
         self._stage: _Stage | None = None
-        # The last push's tensors, if parameters cannot be read back.
+        # The last push's tensors, kept if the parameters cannot be read back.
         self._served: StagedCheckpoint | None = None
         self._sender: WeightSender | None = None
         self._sending: threading.Thread | None = None
 
-    # --- plans --------------------------------------------------------------------------------------------
+    # Copy plans
 
     def prepare(self, loaded: CheckedFolder) -> None:
         """Trace the plan for a folder that the engine itself has loaded, and check it against the parameters."""
@@ -161,9 +154,9 @@ class WeightStager:
                 self._check_plan(known, checkpoint.read)
 
     def _plan_for(self, tensors: tuple[TensorInfo, ...]) -> _KnownPlan | None:
-        """Return the plan for these tensors, traced if it is not known; None if the model refuses plans.
+        """Return the plan for these tensors, and trace it if needed; None if the model cannot have a plan.
 
-        Call on the worker's own thread only: the trace runs the model's loader.
+        Call only on the worker's own thread, because the trace runs the model's loader.
         """
         shapes = {tensor.name: tuple(tensor.shape) for tensor in tensors}
         if not self._can_trace or shapes == self._refused:
@@ -174,7 +167,7 @@ class WeightStager:
             except PlanRefused:
                 self._refused = shapes
                 return None
-            # Tensors that nothing takes, such as a tied output head, may be in one list and not in the other.
+            # Tensors without a copy, such as a tied output head, may be in only one of the lists.
             is_checked = self._known is not None and self._known.is_checked and _is_same(self._known.plan, plan)
             self._known = _KnownPlan(shapes, plan, is_checked)
         return self._known
@@ -188,10 +181,10 @@ class WeightStager:
         else:
             known.is_checked = True
 
-    # --- staging ------------------------------------------------------------------------------------------
+    # Staging
 
     def stage(self, order: StageOrder) -> None:
-        """Begin to receive an update. The one that was staged before is dropped."""
+        """Start to receive an update, and drop the update that was staged before."""
         if self._stage is not None:
             self.drop(self._stage.number)
         stage = self._stage = _Stage(order.number)
@@ -200,7 +193,7 @@ class WeightStager:
         else:
             known = self._plan_for(order.tensors)
             plan = known.plan if known is not None and known.is_checked else None
-        if plan is None and self._served is not None:  # its memory is staged into
+        if plan is None and self._served is not None:  # its memory is needed for the stage
             self._end_offer()
             self._served = None
         stage.thread = threading.Thread(
@@ -209,14 +202,14 @@ class WeightStager:
         stage.thread.start()
 
     def poll(self, number: int) -> StageProgress:
-        """Return the progress of stage `number`: FAILED if another one has replaced it."""
+        """Return the progress of stage `number`: FAILED if another stage has replaced it."""
         stage = self._stage
         if stage is None or stage.number != number:
-            return StageProgress(StageState.FAILED, "it was dropped")
+            return StageProgress(StageState.FAILED, "another stage has replaced it")
         return StageProgress(stage.state, stage.error, stage.report, stage.num_parts)
 
     def drop(self, number: int) -> None:
-        """End a stage, and wait for its thread. No-op for another number than the present stage's."""
+        """End a stage and wait for its thread. No effect if `number` is not the present stage."""
         stage = self._stage
         if stage is None or stage.number != number:
             return
@@ -225,15 +218,16 @@ class WeightStager:
         if stage.incoming is not None and (
             stage.state is not StageState.HELD or isinstance(stage.staged, StreamedWeights)
         ):
-            stage.incoming.abort()  # else all has arrived, and the connection serves the next update
+            stage.incoming.abort()  # otherwise everything has arrived, and the next update reuses the connection
         if stage.thread is not None:
             stage.thread.join(THREAD_JOIN_TIMEOUT_S)
             if stage.thread.is_alive():
-                # It waits inside the driver or the loader; its memory must not be written by two.
+                # The thread hangs in the driver or the loader and may still write its memory, so that is not used
+                # again.
                 self._memory = StagingMemory(self._device, "none")
 
     def release(self) -> None:
-        """Free all memory that is not the model's: the stage, the offer, buffers and connections."""
+        """Release all memory except the model's: the stage, the peer source, buffers and connections."""
         if self._stage is not None:
             self.drop(self._stage.number)
         self._end_offer()
@@ -252,7 +246,7 @@ class WeightStager:
                     self._receive_parts(stage, plan, is_tied=order.is_tied)
         except AgentLoopError as error:
             stage.error = error.message
-        except Exception as error:  # the update's failure: the worker goes on
+        except Exception as error:  # the update has failed, but the worker keeps serving
             stage.error = f"{type(error).__name__}: {error}"
         stage.state = StageState.FAILED if stage.error else StageState.HELD
 
@@ -268,9 +262,9 @@ class WeightStager:
         stage.incoming = incoming
         if stage.is_dropped:
             incoming.abort()
-            raise CheckpointUnreadable("it was dropped", param="push")
+            raise CheckpointUnreadable("the stage was dropped", param="push")
         if incoming.is_one_phase:
-            # In one phase there is no place beside a layer to quantise it: the engine's own loader does.
+            # A blocking update has no memory to quantize a layer in, so the engine's own loader does it.
             stage.staged = StreamedWeights(incoming, None if plan is not None and plan.layers else plan)
         else:
             try:
@@ -290,12 +284,12 @@ class WeightStager:
         )
 
     def _receive_parts(self, stage: _Stage, plan: CopyPlan | None, *, is_tied: bool) -> None:
-        """Receive parts until the last one, into shadows by the plan, else as they come."""
+        """Receive parts until the last one, into shadows by the plan or as they are."""
         staged: StagedCheckpoint | ShadowParameters | None = None
         transport, num_bytes, transfer_s = "", 0, 0.0
         buffers: dict[Any, torch.Tensor] = {}
         tensors: list[TensorInfo] = []
-        sums: dict[str, torch.Tensor] = {}  # a trainer's group sends none
+        sums: dict[str, torch.Tensor] = {}  # computed here, because a trainer's group sends no checksums
         while (part := self._next_part(stage)).tensors:
             started_at, form = time.monotonic(), _form(part.tensors)
             if staged is None:
@@ -304,19 +298,22 @@ class WeightStager:
                 staged.tensors |= self._memory.extend(form, staged.held_in)
             member = self._groups.get(part.group)
             if member is None and not part.handles:
-                raise CheckpointUnreadable(f"the worker is not in group {part.group!r}", param="update_info")
+                raise CheckpointUnreadable(
+                    f"the worker is not a member of group {part.group!r}: create the group first",
+                    param="update_info",
+                )
             arriving = mapped(part, self._device, buffers) if member is None else member.receive(part, stage.check)
             tensors += part.tensors
             for name, tensor in arriving:
                 sums[name] = checksum(tensor)
-                if plan is None or name in plan.shapes:  # it has no place for a tied head that is stored nowhere
+                if plan is None or name in plan.shapes:  # the plan has no target for a tied head that is not stored
                     staged.accept(name, tensor)
-            self._synchronize()  # a mapped tensor is the trainer's again after this
+            self._synchronize()  # after this the trainer may change the memory of a mapped tensor
             transport = "ipc" if member is None else member.transport
             num_bytes, transfer_s = num_bytes + _num_bytes(form), transfer_s + time.monotonic() - started_at
             stage.num_parts += 1
         if staged is None:
-            raise CheckpointUnreadable("no tensor came", param="update_info")
+            raise CheckpointUnreadable("the transfer ended without a tensor", param="update_info")
         self._finish_staging(staged)
         by_name = dict(zip(sums, to_host(list(sums.values())), strict=True))
         if is_tied:
@@ -327,31 +324,31 @@ class WeightStager:
         stage.report = StageReport(staged.held_in, transport, num_bytes, transfer_s * 1000.0, digest)
 
     def _next_part(self, stage: _Stage) -> TransferPart:
-        """Wait for a part. Raises CheckpointUnreadable for a silent trainer."""
+        """Wait for a part. Raises CheckpointUnreadable if the trainer sends nothing for the timeout."""
         silent_at = time.monotonic() + self._timeout_s
         while time.monotonic() < silent_at:
             stage.check()
             with contextlib.suppress(queue.Empty):
                 return stage.parts.get(timeout=PART_POLL_S)
-        raise CheckpointUnreadable(f"the trainer has sent nothing for {self._timeout_s:g} s", param="update_info")
+        raise CheckpointUnreadable(f"the trainer sent nothing for {self._timeout_s:g} s", param="update_info")
 
     def _place_of_parts(self, plan: CopyPlan | None, form: Form) -> StagedCheckpoint | ShadowParameters:
         wanted = form if plan is None else self._parameter_form()
         held_in = self._memory.choose(wanted, 2 * _num_bytes(form))
         if held_in is HeldIn.NOWHERE:
             raise CheckpointUnreadable(
-                "a trainer's group needs memory beside the served weights, and there is none: "
+                "a trainer's group needs staging memory in addition to the served weights: "
                 "set `weight_staging: host`, or call `/update_weights` with a `weight_dir`",
                 param="update_info",
             )
         return StagedCheckpoint({}, held_in) if plan is None else self._place_for(plan, wanted, held_in)
 
-    # --- a trainer's groups -------------------------------------------------------------------------------
+    # Groups of a trainer
 
     def follow(self, order: GroupOrder) -> None:
-        """Begin to join a group, in place of an earlier one of its name, or leave it, also while it broadcasts.
+        """Start to join a group (in place of one with the same name), leave it, or receive a part.
 
-        Or have the present stage receive a part; one without tensors is the end.
+        Returns at once. A part without tensors ends the transfer. A group can be left during a broadcast.
         """
         if isinstance(order, TransferPart):
             if self._stage is not None:
@@ -363,9 +360,11 @@ class WeightStager:
             self._groups[order.name] = GroupMember(order, self._rank, self._device, self._timeout_s)
 
     def poll_group(self, name: str) -> StageProgress:
-        """Return how far a group is joined: HELD once it is."""
+        """Return the progress of joining a group: HELD once it is joined."""
         member = self._groups.get(name)
-        return StageProgress(StageState.FAILED, "it was left") if member is None else member.progress
+        return (
+            StageProgress(StageState.FAILED, "the worker has left the group") if member is None else member.progress
+        )
 
     def _read_folder(self, stage: _Stage, directory: str, plan: CopyPlan | None) -> None:
         files = StagedFiles(directory)
@@ -378,7 +377,7 @@ class WeightStager:
             with OpenCheckpoint(files.info) as checkpoint:
                 for name, tensor in checkpoint.tensors():
                     if stage.is_dropped:
-                        raise CheckpointUnreadable("it was dropped", param="directory")
+                        raise CheckpointUnreadable("the stage was dropped", param="directory")
                     staged.accept(name, tensor)
             self._finish_staging(staged)
             stage.staged = staged
@@ -391,7 +390,7 @@ class WeightStager:
         return ShadowParameters(plan, tensors, self._model.parameters, held_in)
 
     def _finish_staging(self, staged: StagedCheckpoint | ShadowParameters) -> None:
-        """Wait until the staged tensors are complete, and may be read from any stream."""
+        """Wait until the staged tensors are complete and can be read from any stream."""
         self._synchronize()
         staged.finish_staging()
         self._synchronize()
@@ -400,13 +399,16 @@ class WeightStager:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    # --- committing ---------------------------------------------------------------------------------------
+    # Commit
 
     def commit(self, number: int) -> CommitReport:
-        """Bring stage `number` into the model, and verify it. If this raises, the weights are of unknown state."""
+        """Load stage `number` into the model and verify it.
+
+        If this raises, the weights are in an unknown state.
+        """
         stage, self._stage = self._stage, None
         if stage is None or stage.number != number or stage.staged is None or stage.state is not StageState.HELD:
-            raise RuntimeError("nothing is held for this commit")
+            raise RuntimeError(f"stage {number} is not held, so it cannot be committed")
         self._end_offer()
         self._served = None
         staged = stage.staged
@@ -424,10 +426,10 @@ class WeightStager:
         staged.loaded = {}
         return report
 
-    # --- offering -----------------------------------------------------------------------------------------
+    # Sending to another worker
 
     def offer(self, token: str) -> PushSource | None:
-        """Begin to send the served weights to workers with this token; None if they cannot be read back."""
+        """Start to send the served weights to workers with this token; None if they cannot be read back."""
         self._end_offer()
         if self._can_trace:
             names, tensors = TensorNames.RUNTIME, self._model.parameters
@@ -453,19 +455,17 @@ class WeightStager:
         sender, self._sender = self._sender, None
         sending, self._sending = self._sending, None
         if sender is not None and sending is not None:
-            sender.cancel("the offer is over")
+            sender.cancel("the peer source was closed")
             sending.join(THREAD_JOIN_TIMEOUT_S)
             sender.close()
-
-    # --- inside -------------------------------------------------------------------------------------------
 
     def _parameter_form(self) -> Form:
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._model.parameters.items()]
 
     def _plan_of_parameters(self) -> CopyPlan:
-        """Make the plan for tensors of the same names and shapes as the parameters: each is copied whole."""
+        """Return the plan for tensors with the parameters' names and shapes: each is copied completely."""
         if not self._can_trace:
-            raise CheckpointUnreadable("this engine cannot take another one's parameters", param="push")
+            raise CheckpointUnreadable("this engine cannot load the parameters of another engine", param="push")
         parameters = self._model.parameters
         copies = []
         for name, tensor in parameters.items():
@@ -476,11 +476,12 @@ class WeightStager:
 
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:
-        """Run the block's device work on a stream beside the model's."""
+        """Run the block's device work on a separate stream, so that decoding continues."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._device.type == "cuda":
-                if self._stream is None:  # one for all updates: what torch caches belongs to a stream
+                # One stream for all updates, because torch's memory cache belongs to a stream
+                if self._stream is None:
                     self._stream = torch.cuda.Stream(self._device)
                 stack.enter_context(torch.cuda.device(self._device))
                 stack.enter_context(torch.cuda.stream(self._stream))
@@ -490,27 +491,27 @@ class WeightStager:
 class StagingCalls:
     """The `weights_...` methods of `WorkerMethod`, mixed into the engine's own worker class.
 
-    Arguments and results are strings, numbers and codec bytes. Names must not collide with the engine's.
+    Arguments and results are strings, numbers and codec bytes. Method names must not collide with the engine's.
     """
 
     _stager: WeightStager
 
     def agentloop_call(self, method: str, *arguments: Any) -> tuple[Any, str]:
-        """Run a method by its name. Returns its answer, and the sentence of its error.
+        """Run a method by its name. Returns its result and its error message.
 
-        It raises nothing, so that every rank of an engine answers every call. SGLang's loop would end, and vLLM
-        would give its next call the answers of the ranks after the failed one.
+        It never raises, so that every rank of an engine returns a result. Otherwise SGLang's loop would end, and
+        vLLM's next call would receive the results of the ranks after the failed one.
         """
         try:
             with contextlib.ExitStack() as stack:
                 if method.startswith("weights_"):
-                    # SGLang's loop runs in inference mode, whose tensors the stager's thread could not write.
+                    # SGLang's loop runs in inference mode, whose tensors the stager's thread cannot write.
                     stack.enter_context(torch.inference_mode(False))
                     stack.enter_context(torch.no_grad())
                 return getattr(self, method)(*arguments), ""
         except AgentLoopError as error:
             return None, error.message
-        except Exception as error:  # the call's failure: the worker goes on
+        except Exception as error:  # the call has failed, but the worker keeps serving
             _log.exception("worker_call_failed", method=method)
             return None, f"{type(error).__name__}: {error}"
 
@@ -526,12 +527,12 @@ class StagingCalls:
             self._stager.prepare(settings.loaded)
 
     def weights_stage(self, order: bytes) -> None:
-        """Begin to receive the update of a `StageOrder`."""
+        """Start to receive the update of a `StageOrder`."""
         self._stager.stage(codec.decode(order, StageOrder))
 
     def weights_follow(self, order: bytes) -> None:
-        """Do as a `GroupOrder` says, which returns before it is done."""
-        self._stager.follow(codec.decode(order, GroupOrder))  # type: ignore[arg-type] # a union is no class
+        """Start to execute a `GroupOrder`. Returns at once."""
+        self._stager.follow(codec.decode(order, GroupOrder))  # type: ignore[arg-type] # a union is not a class
 
     def weights_poll_group(self, name: str) -> bytes:
         """Return a group's `StageProgress`."""
@@ -546,16 +547,16 @@ class StagingCalls:
         self._stager.drop(number)
 
     def weights_commit(self, number: int) -> bytes:
-        """Bring a stage into the model, while generation is paused. Returns a `CommitReport`."""
+        """Load a stage into the model while generation is paused. Returns a `CommitReport`."""
         return codec.encode(self._stager.commit(number))
 
     def weights_offer(self, token: str) -> bytes | None:
-        """Offer the served weights to another engine's worker: a `PushSource`, None if they cannot be read."""
+        """Make a `PushSource` for the served weights; None if they cannot be read back."""
         push = self._stager.offer(token)
         return None if push is None else codec.encode(push)
 
     def weights_release(self) -> None:
-        """Free all memory that is not the model's."""
+        """Release all memory except the model's."""
         self._stager.release()
 
 
@@ -564,7 +565,7 @@ def _is_same(one: CopyPlan, other: CopyPlan) -> bool:
 
 
 def _send(sender: WeightSender) -> None:
-    with contextlib.suppress(AgentLoopError):  # the receiver has been told; this worker serves on
+    with contextlib.suppress(AgentLoopError):  # the receivers were notified, and this worker keeps serving
         sender.run(OFFER_TIMEOUT_S)
 
 
@@ -579,10 +580,13 @@ def _form(tensors: Sequence[TensorInfo]) -> Form:
 
 
 class StagingMemory:
-    """The memory for staged weights: one set of named tensors at a time."""
+    """The memory for staged weights: one set of named tensors at a time.
+
+    Memory is kept for the next update: what fits once always fits then, and pinning gigabytes takes seconds.
+    """
 
     def __init__(self, device: torch.device, policy: str) -> None:
-        """`policy`: "auto", "device", "host" or "none"."""
+        """`policy` is "auto", "device", "host" or "none"."""
         self._device = device
         self._policy = policy
         self._held_in = HeldIn.NOWHERE
@@ -590,11 +594,16 @@ class StagingMemory:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def choose(self, form: Form, buffer_bytes: int) -> HeldIn:
-        """Choose where to hold tensors of this form; arrival takes `buffer_bytes` more of device memory."""
+        """Return where tensors of this form are held.
+
+        `buffer_bytes` of device memory are needed for their arrival.
+        """
         if self._policy == "none":
             return HeldIn.NOWHERE
         if self._tensors and form == self._form:
             return self._held_in
+        # "auto" prefers device memory if a reserve stays free, from which quantizing a layer takes. Then pinned
+        # host memory up to a share of the available memory; otherwise the update is blocking.
         num_bytes = _num_bytes(form)
         free = _free_device_bytes(self._device) + self._held_bytes(HeldIn.DEVICE)
         is_roomy = num_bytes + buffer_bytes + RESERVE_BYTES <= free
@@ -606,13 +615,13 @@ class StagingMemory:
         return HeldIn.NOWHERE
 
     def take(self, form: Form, held_in: HeldIn) -> dict[str, torch.Tensor]:
-        """Return tensors of this form, and free all others. Their values are undefined."""
+        """Return tensors of this form, and release all others. Their values are undefined."""
         if form != self._form:
             self.release()
         return self.extend(form, held_in)
 
     def extend(self, form: Form, held_in: HeldIn) -> dict[str, torch.Tensor]:
-        """Return tensors of this form, and keep those of other names. Their values are undefined."""
+        """Return tensors of this form, and keep those with other names. Their values are undefined."""
         if held_in is not self._held_in:
             self.release()
         self._held_in = held_in
@@ -624,7 +633,7 @@ class StagingMemory:
         return {name: self._tensors[name] for name, _, _ in form}
 
     def release(self) -> None:
-        """Free the memory. Its tensors must not be in use any more."""
+        """Release the memory. Its tensors must not be in use."""
         had_device_memory = self._held_bytes(HeldIn.DEVICE) > 0
         self._tensors, self._form = {}, ()
         if had_device_memory:
@@ -648,7 +657,7 @@ def _free_device_bytes(device: torch.device) -> int:
 
 
 def _available_host_bytes() -> int:
-    """Return Linux's estimate of the memory that is free without swapping, in bytes."""
+    """Return Linux's estimate of memory that is available without swapping, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

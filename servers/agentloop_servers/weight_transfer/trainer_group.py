@@ -1,11 +1,10 @@
-"""The group of all ranks of one training job, in an update that they make together.
+"""The group of all ranks of a training job, for updates that they make together.
 
-Rank 0 sends; the others only load, so that its gathers of sharded tensors complete. Messages travel as MessagePack
-in CPU tensors over a gloo group of its own: it has deadlines with any backend of the job, and takes no GPU. One
-update is: `check_equal_parts` on every rank; then rank 0 calls `begin_attempt` any number of times and `end` once,
-while the others `follow`. All methods block: call them from a thread, one at a time.
-
-After a message that was not passed on, the ranks may differ in their states: the group is then broken for good.
+Rank 0 sends. The other ranks only load, so that its gathers of sharded tensors complete. Messages are MessagePack
+in CPU tensors on a separate gloo group, which has timeouts with any backend of the job and needs no GPU. An update
+is `check_equal_parts` on every rank; then rank 0 calls `begin_attempt` any number of times and `end` once, while
+the others call `follow`. All methods block: call them from a thread, one at a time. After a failed message the
+ranks may have different states, so the group is then permanently broken.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from agentloop.api.coordinator import UpdateReport
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, WeightUpdateFailed, from_wire
 from agentloop.values import codec
 
-_AGAIN = -1  # "an attempt begins"; else the number of bytes of the outcome that follows
+_AGAIN = -1  # means "an attempt starts"; other numbers are the size of the outcome that follows
 _PART_BYTES = 1024
 _MAX_PART_ERROR_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """One rank's tensors in an update. `error`: the reason if it cannot take part."""
+    """One rank's tensors in an update. `error` is the reason why it cannot take part."""
 
     version: int
-    digest: int  # of the names, dtypes and shapes
+    digest: int  # identifies the names, dtypes and shapes
     num_tensors: int
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """The end of an update: a report, or an error in its wire form."""
+    """The result of an update: a report, or an error in its wire form."""
 
     report: UpdateReport | None = None
     error: bytes | None = None  # JSON
@@ -48,7 +47,7 @@ class UpdateOutcome:
 
     @classmethod
     def failed(cls, error: BaseException) -> UpdateOutcome:
-        """Make the outcome of an error, as the other ranks will raise it."""
+        """Make the outcome of an error that the other ranks will raise."""
         if not isinstance(error, AgentLoopError):
             error = WeightUpdateFailed(f"rank 0: {type(error).__name__} {error}".rstrip())
         return cls(error=orjson.dumps(error.to_wire()), status=error.http_status)
@@ -61,12 +60,12 @@ class UpdateOutcome:
 
 
 def is_distributed() -> bool:
-    """Tell if this process is one of several ranks of a torch.distributed job."""
+    """Return True if this process is one of several ranks of a torch.distributed job."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 class TrainerGroup:
-    """The group of all ranks of the default process group. Every rank makes it at the same moment."""
+    """The group of all ranks of the default process group. All ranks create it at the same time."""
 
     def __init__(self, timeout_s: float) -> None:
         self._world = dist.group.WORLD
@@ -80,11 +79,14 @@ class TrainerGroup:
         return bool(dist.get_rank() == 0)
 
     def can_wait(self, timeout_s: float) -> bool:
-        """Tell if the group can wait this long, and still belongs to the present process group."""
+        """Return True if the group's timeout is long enough and it belongs to the current process group."""
         return dist.group.WORLD is self._world and timeout_s <= self._timeout_s
 
     def check_equal_parts(self, part: RankPart, timeout_s: float) -> None:
-        """Compare the parts of all ranks. Every rank calls this; each raises InvalidRequest if two parts differ."""
+        """Compare the parts of all ranks.
+
+        Every rank calls this; each raises InvalidRequest if two parts differ.
+        """
         data = codec.encode(part)
         own = torch.zeros(_PART_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -98,23 +100,24 @@ class TrainerGroup:
         for rank, one in enumerate(decoded):
             if one != decoded[0]:
                 raise InvalidRequest(
-                    f"ranks 0 and {rank} differ: {_describe(decoded[0])} and {_describe(one)}; all ranks give the "
-                    "same tensors in the same order, sharded or whole",
+                    f"ranks 0 and {rank} differ: {_describe(decoded[0])} and {_describe(one)}; all ranks must "
+                    "pass the "
+                    "same tensors in the same order, sharded or complete",
                     param="weights",
                 )
 
     def begin_attempt(self, timeout_s: float) -> None:
-        """Tell all other ranks, from rank 0, to load every tensor once."""
+        """Request all other ranks, from rank 0, to load every tensor once."""
         self._say(torch.tensor([_AGAIN]), timeout_s)
 
     def end(self, outcome: UpdateOutcome, timeout_s: float) -> None:
-        """Tell all other ranks, from rank 0, the outcome of the update."""
+        """Send the outcome of the update from rank 0 to all other ranks."""
         data = torch.frombuffer(bytearray(codec.encode(outcome)), dtype=torch.uint8)
         self._say(torch.tensor([len(data)]), timeout_s)
         self._say(data, timeout_s)
 
     def follow(self, load_all: Callable[[], None], timeout_s: float) -> UpdateReport:
-        """Load all tensors at each `begin_attempt` of rank 0, until its `end`; returns or raises its outcome."""
+        """Load all tensors at each `begin_attempt` of rank 0, until its `end`. Returns or raises the outcome."""
         give_up_at = time.monotonic() + timeout_s
         while (num_bytes := self._hear_number(give_up_at)) == _AGAIN:
             load_all()
@@ -123,7 +126,7 @@ class TrainerGroup:
         return codec.decode(data.numpy().tobytes(), UpdateOutcome).result()
 
     def close(self) -> None:
-        """Free the group, unless the job has ended already."""
+        """Destroy the group, unless the job has already ended."""
         if dist.is_initialized() and dist.group.WORLD is self._world:
             dist.destroy_process_group(self._group)
 
@@ -138,14 +141,14 @@ class TrainerGroup:
 
     def _wait(self, start: Callable[[], dist.Work], timeout_s: float) -> None:
         if self._is_broken:
-            raise WeightUpdateFailed("the ranks lost each other in an earlier update: restart the job")
+            raise WeightUpdateFailed("the ranks lost their connection in an earlier update: restart the job")
         give_up_at = time.monotonic() + timeout_s
         try:
             start().wait(timedelta(seconds=max(timeout_s, 0.001)))
-        except RuntimeError as error:  # what c10d raises for a timeout and for a lost peer alike
+        except RuntimeError as error:  # c10d raises this for a timeout and for a lost peer
             self._is_broken = True
             if time.monotonic() >= give_up_at:
-                raise DeadlineExceeded(f"the other ranks did not take part within {timeout_s:.0f} s") from error
+                raise DeadlineExceeded(f"the other ranks did not call push within {timeout_s:.0f} s") from error
             raise WeightUpdateFailed(f"lost another rank of the training job: {error}") from error
 
 
@@ -159,5 +162,5 @@ def _describe(part: RankPart) -> str:
 
 
 def shortened(message: str) -> str:
-    """Cut an error so that it fits into a `RankPart`."""
+    """Shorten an error message so that it fits into a `RankPart`."""
     return message[:_MAX_PART_ERROR_CHARS]

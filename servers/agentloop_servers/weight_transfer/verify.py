@@ -1,20 +1,12 @@
-"""The verification of weights: that the bytes arrived as they were sent, and that the model computes with them.
+"""Verification that weights arrived unchanged and that the model computes with them.
 
-Checksums are sums over a tensor's bytes that sender and receiver compute on their own devices and then compare.
-They find the silent errors of weight transfers: zeros, stale or shifted memory, tensors or rows that changed
-places. They are no defence against forged weights. `RowChecksums` has one sum a row, for all of a model's tensors
-at once, and copies them too. All lists are made beforehand, so that only launches are left to do while generation
-stands still: on a GPU one for the copies and one for the sums.
+Checksums are sums of a tensor's words, computed by sender and receiver on their own devices. They detect silent
+transfer errors: zeros, stale or shifted memory, exchanged tensors or rows. They do not detect forged weights. Sums
+do not detect NaN that was sent, so finiteness is checked separately.
 
-Finiteness is checked apart from the sums, which hold for NaN as well: in staged tensors before any pause, and in
-parameters after a load. One reduction a tensor, on its own device.
-
-Spot checks come after a load through vLLM's own loader: some columns of every layer, as it computes with them. A
-load can end without an error and have changed nothing, or only some layers (a tied output head on the CPU build
-goes on with its packed copy). So every layer is compared with the checkpoint through the path that it computes
-with: its parameter, and a packed copy by its products with unit vectors. The columns are fixed for a layer, and
-differ between layers: a few columns cover the model and are cheap to read. Weights in FP8 are multiplied by their
-scales, and may differ by what the type rounds.
+Spot checks follow a load by vLLM's own loader, which can succeed without changing all layers (the CPU build keeps
+a packed copy of a tied output head). They compare a few columns of each layer, as it computes with them, with the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -34,18 +26,19 @@ if TYPE_CHECKING:
 
 PROBE_COLUMNS = 16
 RELATIVE_TOLERANCE = 2.0**-7  # one unit in the last place of bfloat16
-FP8_TOLERANCE = 2.0**-4  # half a unit of e4m3, with three bits of fraction
-FP8_LEAST = 2.0**-9  # its least value above zero, in scales
-_PART_WORDS = 4096  # of a longer row: an expert's whole matrix is one
-# By size in bytes. The widest that divides a row: fewer elements, and int64 sums need no converted copy.
+FP8_TOLERANCE = 2.0**-4  # half a unit in the last place of e4m3, which has three fraction bits
+FP8_LEAST = 2.0**-9  # its smallest positive value, in units of the scale
+_PART_WORDS = 4096  # a longer row is split, because the whole matrix of an expert is one row
+# By size in bytes. The widest word that divides a row has the fewest elements, and int64 sums need no conversion.
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum over rows r of (r+1) times the sum of the row's words, wrapping: a 0-dim int64 tensor.
+    """Return the sum over rows r of (r+1) times the sum of the row's words, with wraparound, as a 0-dim int64
+    tensor.
 
-    No sync. A row is one index of the first dimension. The value depends on the bytes and the number of rows only,
-    and is the same on every device.
+    Does not sync. A row is one index of the first dimension. The value depends only on the bytes and the number of
+    rows, so it is equal on all devices.
     """
     rows = words(tensor)
     weights = torch.arange(1, len(rows) + 1, dtype=torch.int64, device=tensor.device)
@@ -53,37 +46,41 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_checksum(data: torch.Tensor) -> torch.Tensor:
-    """Return the `checksum` of a whole bucket (uint8), gaps between its tensors included."""
+    """Return the `checksum` of a bucket (uint8), with the gaps between its tensors."""
     return checksum(data.view(-1, ROW_BYTES))
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's bytes as integers, [rows, words of a row]; of a copy if its memory is not dense."""
+    """Return a view of a tensor's bytes as integers, [rows, words per row]; of a copy if its memory is not
+    dense."""
     num_rows = tensor.shape[0] if tensor.ndim > 0 else 1
     if tensor.numel() == 0:
         return torch.zeros((num_rows, 1), dtype=torch.uint8, device=tensor.device)
     flat = tensor.detach().contiguous().reshape(-1)
     row_bytes = flat.numel() // num_rows * flat.element_size()
     size, word = next((size, word) for size, word in WORDS if row_bytes % size == 0)
-    if flat.storage_offset() * flat.element_size() % size:  # words must start at a multiple of their size
+    if flat.storage_offset() * flat.element_size() % size:  # words must be aligned to their size
         flat = flat.clone()
     return flat.view(torch.uint8).view(word).view(num_rows, -1)
 
 
 def to_host(sums: list[torch.Tensor]) -> list[int]:
-    """Read 0-dim int64 tensors of one device as ints, with one sync."""
+    """Return 0-dim int64 tensors of one device as ints, with one sync."""
     return torch.stack(sums).tolist() if sums else []
 
 
 class RowChecksums:
-    """The checksums of every row of some tensors, as of the last `compute`; the tensors must stay in place.
+    """The checksums of the rows of some tensors, as of the last `compute`. The tensors must stay in place.
 
-    A row is an index of the first dimension, or a part of one if that is long.
+    A row is an index of the first dimension, or a part of it if it is long. All launches are prepared here,
+    because `copy` and `compute` run while generation is paused: on a GPU one launch each.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None) -> None:
-        """`into`: tensors of the same names and shapes, for `copy`. Raises ValueError for a tensor that is not
-        contiguous."""
+        """`into` has tensors of the same names and shapes, for `copy`.
+
+        Raises ValueError for a tensor that is not contiguous.
+        """
         self._names = list(tensors)
         self._rows = [_rows(name, tensor) for name, tensor in tensors.items()]
         self._into = self._rows if into is None else [_rows(name, into[name]) for name in self._names]
@@ -97,7 +94,7 @@ class RowChecksums:
             self._kernels = RowKernels(self._rows, self._into, self._sums)
 
     def compute(self) -> None:
-        """Compute the sums anew. No sync."""
+        """Compute the sums again. Does not sync."""
         if self._kernels is not None:
             self._kernels.sum()
             return
@@ -105,21 +102,22 @@ class RowChecksums:
             torch.sum(rows, dim=1, dtype=torch.int64, out=part)
 
     def copy(self) -> None:
-        """Copy all tensors to their places in `into`. No sync."""
+        """Copy all tensors into `into`. Does not sync."""
         if self._kernels is not None:
             self._kernels.copy()
         else:
             torch._foreach_copy_(self._into, self._rows, non_blocking=True)
 
     def load_kernels(self) -> None:
-        """Launch the kernels of `copy` on a few words: CUDA takes 12 ms to load a kernel at its first launch."""
+        """Launch the kernels of `copy` on a few words, because CUDA takes 12 ms to load a kernel at its first
+        launch."""
         small = {str(rows.dtype): rows.new_zeros(1, 1) for rows in self._rows}
         RowChecksums(small, {name: one.to(self._into[0].device) for name, one in small.items()}).copy()
 
     def first_difference(self, other: RowChecksums) -> str | None:
-        """Return the name of the first tensor whose sums differ from `other`'s; None if all are equal.
+        """Return the name of the first tensor with a sum that differs from `other`; None if all are equal.
 
-        Both have tensors of the same shapes, and have been computed. Syncs.
+        Both must have tensors of the same shapes, and must be computed. Syncs.
         """
         theirs = other._sums.to(self._sums.device)
         if torch.equal(self._sums, theirs):
@@ -133,7 +131,7 @@ class RowChecksums:
 
 
 def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's words in place, long rows in parts. Raises ValueError if that cannot be."""
+    """Return a view of a tensor's words, with long rows split. Raises ValueError if the memory is not dense."""
     rows = words(tensor)
     if tensor.numel() > 0 and rows.data_ptr() != tensor.data_ptr():
         raise ValueError(f"tensor {name} is not contiguous")
@@ -142,13 +140,13 @@ def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FiniteCheck:
-    """A check of tensors for NaN and infinite values. No sync until `first_bad`."""
+    """Checks tensors for NaN and infinite values. Does not sync before `first_bad`."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, torch.Tensor] = {}  # by name: the least and the greatest value, or NaN for a bad one
+        self._ends: dict[str, torch.Tensor] = {}  # name -> the minimum and maximum, or NaN if a value is not finite
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor's present values, for `first_bad`; the latest of a name counts."""
+        """Add a tensor's current values. The last call for a name counts."""
         if tensor.numel() == 0:
             return
         tensor = tensor.detach()
@@ -157,10 +155,10 @@ class FiniteCheck:
             self._ends[name] = torch.where(is_bad, float("nan"), 0.0).double().expand(2)
         elif tensor.is_floating_point():
             self._ends[name] = torch.stack(torch.aminmax(tensor)).double()
-        # All values of other types are numbers.
+        # Other dtypes have only finite values.
 
     def first_bad(self) -> str | None:
-        """Return the name of the first tensor with a value that is not finite. Syncs once for each device."""
+        """Return the name of the first tensor with a value that is not finite. Syncs once per device."""
         by_device: dict[torch.device, list[str]] = {}
         for name, ends in self._ends.items():
             by_device.setdefault(ends.device, []).append(name)
@@ -173,7 +171,7 @@ class FiniteCheck:
 
 
 def first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the name of the first of these tensors with a NaN or infinite value."""
+    """Return the name of the first tensor with a NaN or infinite value."""
     check = FiniteCheck()
     for name, tensor in tensors.items():
         check.add(name, tensor)
@@ -181,22 +179,23 @@ def first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 
 _FLOAT8_NOT_FINITE: Mapping[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
-    torch.float8_e4m3fn: lambda bits: ((bits & 0x7F) == 0x7F).any(),  # no infinities
+    torch.float8_e4m3fn: lambda bits: ((bits & 0x7F) == 0x7F).any(),  # it has no infinities
     torch.float8_e5m2: lambda bits: (bits & 0x7F).amax() >= 0x7C,
-    torch.float8_e4m3fnuz: lambda bits: (bits == 0x80).any(),  # one NaN, in the place of minus zero
+    torch.float8_e4m3fnuz: lambda bits: (bits == 0x80).any(),  # its only NaN has the bits of minus zero
     torch.float8_e5m2fnuz: lambda bits: (bits == 0x80).any(),
     torch.float8_e8m0fnu: lambda bits: (bits == 0xFF).any(),
 }
-"""A test of the bits of types that torch cannot reduce (OCP 8-bit floating point, 2023)."""
+"""Tests the bits of dtypes that torch cannot reduce (OCP 8-bit floating point, 2023)."""
 
 
 Read = Callable[[str], Any]
-"""A function from a name to a checkpoint's tensor, in memory or as a file's slice; both can be indexed."""
+"""Returns a checkpoint's tensor by name, in memory or as a file slice; both can be indexed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The columns `[first, first + values.shape[1])` of a stored weight `width` wide; of a norm, all values."""
+    """The columns `[first, first + values.shape[1])` of a stored weight with `width` columns; all values of a
+    norm."""
 
     values: torch.Tensor
     first: int
@@ -206,11 +205,11 @@ class _Columns:
 def compare_layers(
     model: torch.nn.Module, names: Set[str], read: Read, packed: Mapping[str, Sequence[str]] | None = None
 ) -> tuple[int, int]:
-    """Compare every layer of `model` with the checkpoint's tensors `names`. Raises RuntimeError on a difference.
+    """Compare every layer of `model` with the checkpoint's tensors `names`. Raises RuntimeError for a difference.
 
-    `packed`: the checkpoint's names of the parts of fused layers; None: the model's own, in vLLM's form. Returns
-    the numbers of layers compared, and not comparable: of another shape than the checkpoint's (tensor-parallel
-    shards, fused experts), or under another name.
+    `packed` maps fused layers to the checkpoint's names of their parts; None: the model's own mapping in vLLM's
+    form. Returns the numbers of compared layers and of not comparable ones, which have another shape
+    (tensor-parallel shards, fused experts) or another name.
     """
     packed = getattr(model, "packed_modules_mapping", {}) if packed is None else packed
     name_by_weight: dict[int, str] = {}
@@ -221,7 +220,7 @@ def compare_layers(
             num_skipped += bool(layer._parameters)
             continue
         parts = _checkpoint_names(name, packed)
-        if parts[0] not in names:  # a tied head is stored once, under its twin's name
+        if parts[0] not in names:  # a tied head is stored once, under the name of the embeddings
             parts = [name_by_weight.get(id(weight), parts[0])]
         name_by_weight.setdefault(id(weight), parts[0])
         num_stored = sum(part in names for part in parts)
@@ -229,7 +228,9 @@ def compare_layers(
             num_skipped += 1
             continue
         if num_stored < len(parts):
-            raise RuntimeError(f"layer {name} has only {num_stored} of {len(parts)} parts in the checkpoint")
+            raise RuntimeError(
+                f"layer {name} is incomplete in the checkpoint: it has {num_stored} of {len(parts)} parts"
+            )
         stored = _stored_columns(name, [read(part) for part in parts])
         is_compared = False
         for actual in _effective_columns(layer, weight, stored):
@@ -255,6 +256,8 @@ def _stored_columns(name: str, pieces: list[Any]) -> _Columns:
     shape = _shape(pieces[0])
     if len(shape) == 1:
         return _Columns(torch.cat([piece[:] for piece in pieces]), 0, 1)
+    # The columns are fixed per layer and differ between layers: a few columns cover the model and are cheap to
+    # read.
     first = zlib.crc32(name.encode()) % max(1, shape[1] - PROBE_COLUMNS + 1)
     values = torch.cat([piece[:, first : first + PROBE_COLUMNS] for piece in pieces])
     return _Columns(values, first, shape[1])
@@ -273,15 +276,20 @@ def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> It
     if weight.dtype in _FLOAT8_NOT_FINITE:
         return
     num_rows, num_columns, *kernel = stored.values.shape
-    if kernel:  # a convolution's: vision models cut an image into patches with one
+    if kernel:  # a convolution, with which vision models cut an image into patches
         if list(weight.shape) == [num_rows, stored.width, *kernel]:
             yield weight[:, stored.first : stored.first + num_columns]
         return
-    # Rows beyond the stored ones are the vocabulary's padding.
+    # Further rows are padding of the vocabulary.
     if weight.numel() > 0 and weight.shape[0] >= num_rows and weight.shape[1] == stored.width:
         yield weight[:num_rows, stored.first : stored.first + num_columns]
-    widths = ("input_size_per_partition", "input_size", "embedding_dim")  # a shard's; a whole layer's; a head's
+    widths = (
+        "input_size_per_partition",
+        "input_size",
+        "embedding_dim",
+    )  # the width of a shard, a complete layer or a head
     width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
+    # A packed copy can be read only by products, here with unit vectors.
     if hasattr(layer, "cpu_linear") and width == stored.width:
         unit = torch.zeros(num_columns, width, dtype=weight.dtype)
         unit[torch.arange(num_columns), stored.first + torch.arange(num_columns)] = 1
@@ -293,9 +301,9 @@ def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> It
 def _dequantised_columns(
     layer: torch.nn.Module, weight: torch.Tensor, stored: _Columns
 ) -> Iterator[tuple[torch.Tensor, float]]:
-    """Yield the same columns of an FP8 weight, and its largest scale; vLLM keeps such a weight transposed.
+    """Yield the same columns of an FP8 weight, and its largest scale. vLLM stores such a weight transposed.
 
-    Nothing of one with scales of blocks, or padded.
+    Yields nothing for a weight with block scales or padding.
     """
     scales = layer._parameters.get("weight_scale")
     if weight.dtype not in _FLOAT8_NOT_FINITE or scales is None:
@@ -315,4 +323,4 @@ def _check_equal(
 ) -> None:
     want = expected.to(device=actual.device, dtype=actual.dtype).float()
     if actual.shape != want.shape or not torch.allclose(actual.float(), want, rtol=relative, atol=absolute):
-        raise RuntimeError(f"layer {name} does not hold the checkpoint's weights after the load")
+        raise RuntimeError(f"layer {name} differs from the checkpoint after the load")

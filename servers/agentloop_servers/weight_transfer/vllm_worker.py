@@ -1,20 +1,9 @@
-"""The half of a weight update that runs inside vLLM's worker processes.
+"""The part of a weight update that runs in vLLM's worker processes.
 
-vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`); the engine calls its methods through
-`collective_rpc`, between two steps. Values cross the process border as codec bytes
-(`worker_calls.py`). The calls and the work itself are in `staging.py`.
-
-Three things stock reloading does not do, all silent:
-
-- On the CPU build a linear layer computes with a packed copy of its weight. The output head of a model with tied
-  embeddings shares its parameter, so the reload never packs it again and it goes on with the old weights.
-- On the CPU build the experts of a mixture are packed into their kernel's layout when the kernel is made, at the
-  first load only. A reload leaves them as they were loaded, and the kernel reads noise.
-- A reload that raises half-way leaves layers without storage, and buffers that the next reload would count twice.
-
-For LoRA, vLLM copies an adapter into a slot of stacked tensors, one pair for every slice of every layer: A padded
-to the largest rank, B times the scaling, each tensor-parallel rank its shard. `verify_adapter` compares all of them
-with the files, and that layers the adapter does not have add nothing.
+vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`), and the engine calls its methods with
+`collective_rpc` between two steps. `staging.py` has the calls and the work. `RunningModel` repairs what vLLM's own
+reload silently misses (see its methods). For LoRA, vLLM copies an adapter into a slot of stacked tensors, one pair
+per slice of a layer: A padded to the largest rank, B times the scaling, and each tensor-parallel rank its shard.
 """
 
 from __future__ import annotations
@@ -72,14 +61,14 @@ class WeightWorker(StagingCalls):
         return RunningModel(self)
 
     def adapter_load(self, number: int, directory: str) -> None:
-        """Read an adapter's files, also if this worker has one of that number."""
+        """Read an adapter's files, also if this worker already has an adapter with this number."""
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
         if not self.add_lora(LoRARequest(str(number), number, directory, load_inplace=True)):  # type: ignore[attr-defined]
             raise RuntimeError("vLLM did not load the adapter")
 
     def adapter_remove(self, number: int) -> None:
-        """Drop an adapter, if this worker has it."""
+        """Remove an adapter if this worker has it."""
         self.remove_lora(number)  # type: ignore[attr-defined]
 
     def weights_verify_adapter(self, number: int, directory: str) -> int:
@@ -96,7 +85,7 @@ class RunningModel:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        # vLLM transposes quantised weights by a view.
+        # vLLM transposes quantized weights by a view
         return {name: dense(parameter.data) for name, parameter in self._module.named_parameters()}
 
     def quantised_layers(self) -> Sequence[QuantisedLayer]:
@@ -108,8 +97,8 @@ class RunningModel:
                 self._worker.reload_weights(weights_iterator=tensors)
         except Exception as error:
             self._close_reload()
-            # vLLM passes on the message only, and some of its own assertions have none.
-            raise RuntimeError(f"the load broke off: {error!r}") from error
+            # vLLM passes on only the message, and some of its assertions are empty.
+            raise RuntimeError(f"the load failed: {error!r}") from error
         self.pack_tied_head()
 
     def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
@@ -120,17 +109,21 @@ class RunningModel:
             torch.cuda.synchronize(self._worker.device)
 
     def pack_tied_head(self) -> None:
-        """Pack a tied output head again; a no-op where layers compute with the parameter itself (CUDA)."""
+        """Pack a tied output head again. No effect where layers compute with the parameter itself (CUDA).
+
+        On the CPU a linear layer computes with a packed copy. A tied head shares its parameter, so the reload does
+        not pack it.
+        """
         head = getattr(self._module, "lm_head", None)
         if head is not None and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
 
     @contextmanager
     def _packing_experts(self) -> Iterator[None]:
-        """Let a reload pack experts as the first load did; a no-op where kernels take them as loaded (CUDA).
+        """Make a reload pack experts as the first load did. No effect where kernels use them as loaded (CUDA).
 
-        vLLM packs for a layer that has no kernel yet, and copies the result into the old kernel's tensors. The old
-        kernel stays.
+        On the CPU vLLM packs experts only for a layer without a kernel, then copies the result into the old
+        kernel's tensors. Otherwise the kernel would read unpacked weights.
         """
         kernels: dict[Any, Any] = {}
         if self._worker.device.type == "cpu":
@@ -145,16 +138,16 @@ class RunningModel:
                 method.moe_kernel = kernel
 
     def _close_reload(self) -> None:
-        """Give every layer its storage back and drop half-collected buffers, so that another reload can start."""
+        """Restore the storage of every layer and drop incomplete buffers, so that another reload can start."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: PLC0415
 
         finalize_layerwise_reload(self._module, self._worker.vllm_config.model_config)
 
 
 def quantised_layers(model: torch.nn.Module) -> list[QuantisedLayer]:
-    """Return the layers that vLLM quantises at loading, as far as a rank does so alone.
+    """Return the layers that vLLM quantizes at loading without other ranks.
 
-    vLLM keeps for its own reload what their parameters were before (`LAYERWISE_INFO`).
+    vLLM keeps their original parameters for its own reload (`LAYERWISE_INFO`).
     """
     from vllm.model_executor.layers.quantization.online import fp8  # noqa: PLC0415
 
@@ -186,22 +179,23 @@ _Slices: TypeAlias = list[torch.Tensor | None]
 
 
 def verify_adapter(model_runner: Any, number: int, directory: str) -> int:
-    """Compare the worker's adapter `number` with a folder. Returns the number of tensors compared.
+    """Compare the worker's adapter `number` with a folder. Returns the number of compared tensors.
 
-    Experts of a mixture are not compared and not counted: vLLM keeps them in a layout of its own. Raises
-    RuntimeError on the first difference, if the adapter is not active, or if no tensor could be compared.
+    Experts are neither compared nor counted, because vLLM stores them in another layout. Raises RuntimeError at
+    the first difference, if the adapter is not active, or if no tensor could be compared.
     """
     manager = model_runner.lora_manager._adapter_manager
     if number not in manager.lora_index_to_id:
-        raise RuntimeError("the worker has no adapter")
+        raise RuntimeError(f"the worker has no adapter {number}")
     slot = manager.lora_index_to_id.index(number)
     adapter = read_adapter(directory)
-    same: list[torch.Tensor] = []  # one flag a comparison: all are read at once, with one wait for the device
+    same: list[torch.Tensor] = []  # one flag per comparison; all are read with one sync
     names: list[str] = []
     found: set[str] = set()
     with safe_open(Path(directory) / WEIGHTS_FILE, framework="pt") as file, torch.inference_mode():
         for name, parts, layer in _layers(manager, adapter):
             known = [part for part in parts if part in adapter.layers]
+            # A layer that the adapter does not have must add nothing.
             if not known:
                 same += [~stacked[slot].any() for stacked in layer.lora_b_stacked]
                 names += [name] * (len(same) - len(names))
@@ -212,19 +206,19 @@ def verify_adapter(model_runner: Any, number: int, directory: str) -> int:
                 names.append(name)
     for name, is_same in zip(names, torch.stack(same).tolist() if same else (), strict=True):
         if not is_same:
-            raise RuntimeError(f"layer {name} does not hold the adapter's tensors")
+            raise RuntimeError(f"layer {name} differs from the adapter's tensors")
     missing = [name for name in adapter.layers if name not in found and not is_expert(name)]
     if missing:
-        raise RuntimeError(f"no layer of the worker takes the adapter's {missing[0]}")
+        raise RuntimeError(f"the worker has no layer for the adapter's {missing[0]}")
     if not found:
         raise RuntimeError("no tensor of the adapter could be compared")
     return 2 * len(found)
 
 
 def _layers(manager: Any, adapter: AdapterContent) -> Iterator[tuple[str, list[str], Any]]:
-    """Yield the worker's layers that can be compared: name, the checkpoint's names of its slices, the layer.
+    """Yield the worker's comparable layers: name, checkpoint names of its slices, layer.
 
-    The output head is one too, but without slices; it is compared only if the adapter has it.
+    The output head has no slices, and is compared only if the adapter has it.
     """
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     rename = mapper.get_rename_mapper()._map_name if mapper is not None else str
@@ -238,7 +232,7 @@ def _layers(manager: Any, adapter: AdapterContent) -> Iterator[tuple[str, list[s
 
 
 def _wanted(layer: Any, parts: Sequence[str], adapter: AdapterContent, file: Any) -> tuple[_Slices, _Slices]:
-    """Return the A and B that this worker should hold for every slice, unpadded; None: the adapter has none."""
+    """Return the expected A and B for every slice of a layer, unpadded; None if the adapter has none."""
     dtype = layer.lora_b_stacked[0].dtype
     halves_a: _Slices = []
     halves_b: _Slices = []
@@ -250,7 +244,7 @@ def _wanted(layer: Any, parts: Sequence[str], adapter: AdapterContent, file: Any
         name_a, name_b = tensor_names(part)
         halves_a.append(file.get_tensor(name_a).to(dtype))
         halves_b.append(file.get_tensor(name_b).to(dtype) * adapter.layers[part].scaling)
-    if not hasattr(layer, "n_slices") or layer.tp_size == 1:  # every rank has a head's tensors whole
+    if not hasattr(layer, "n_slices") or layer.tp_size == 1:  # every rank has the complete tensors of a head
         return halves_a, halves_b
     if len(parts) == 1:
         return [layer.slice_lora_a(halves_a[0])], [layer.slice_lora_b(halves_b[0])]
@@ -261,14 +255,14 @@ def _pairs(
     layer: Any, slot: int, wanted: tuple[_Slices, _Slices]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     for stacked, expected in zip((layer.lora_a_stacked, layer.lora_b_stacked), wanted, strict=True):
-        # A head's tensors are not in a list.
+        # a head's tensors are not in a list
         slices = [stacked] if isinstance(stacked, torch.Tensor) else stacked
         for one, tensor in zip(slices, expected, strict=True):
             yield one[slot, 0], tensor
 
 
 def _is_equal(held: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
-    """Compare `held` with `expected`, padded by zeros. Returns a 0-dim bool tensor; no sync."""
+    """Compare `held` with `expected`, padded with zeros. Returns a 0-dim bool tensor. Does not sync."""
     padded = torch.zeros_like(held)
     if expected is not None:
         padded[: expected.shape[0], : expected.shape[1]] = expected.to(held.device)

@@ -1,10 +1,8 @@
-"""The calls from an engine's process to the processes that hold its weights: methods, and values as codec bytes.
+"""The calls from an engine's process to its workers: method names, and values encoded by the codec. Needs no
+torch.
 
-They need no torch: the engine's process imports them. Several workers' reports become one here: the times of the
-slowest, the memory of the worker that holds least, and everything that was compared.
-
-vLLM carries calls by `collective_rpc`. SGLang's own remote calls take flat scalars and answer with a text only, so
-a call and its answers travel there as the text of a `SchedulerCall` and of `SchedulerAnswers`.
+vLLM transmits calls with `collective_rpc`. SGLang's remote calls have flat scalars as arguments and return only a
+text, so a call and its results are encoded there as the text of a `SchedulerCall` and of `SchedulerAnswers`.
 """
 
 from __future__ import annotations
@@ -22,31 +20,31 @@ from agentloop.values import codec
 T = TypeVar("T")
 
 CALL = "agentloop_call"
-"""The method by which a worker runs a `WorkerMethod`: see `StagingCalls`.
+"""The method with which a worker runs a `WorkerMethod`; see `StagingCalls`.
 
-SGLang's scheduler takes a `SchedulerCall` by this name, its only parameter being `call`.
+SGLang's scheduler accepts a `SchedulerCall` under this name, with the single parameter `call`.
 """
 
 
 class WorkerMethod(StrEnum):
-    """The methods that an engine's process calls in its workers: each value is the name of a method there."""
+    """The methods that an engine's process calls in its workers; each value is the method's name there."""
 
-    PREPARE = "weights_prepare"  # this and the next six: of `StagingCalls`
+    PREPARE = "weights_prepare"  # this and the next six are methods of `StagingCalls`
     STAGE = "weights_stage"
     POLL = "weights_poll"
     DROP = "weights_drop"
     COMMIT = "weights_commit"
     OFFER = "weights_offer"
     RELEASE = "weights_release"
-    FOLLOW = "weights_follow"  # this and the next: of it too, about a trainer's groups
+    FOLLOW = "weights_follow"  # this and the next are methods of `StagingCalls` for a trainer's groups
     POLL_GROUP = "weights_poll_group"
-    EXTEND_SCHEDULER = "scheduler_extend"  # this and the next five: of SGLang's `SchedulerExtension`
+    EXTEND_SCHEDULER = "scheduler_extend"  # this and the next five are methods of SGLang's `SchedulerExtension`
     PAUSE_REQUESTS = "requests_pause"
     RESUME_REQUESTS = "requests_resume"
     END_REQUESTS = "requests_end"
     RELEASE_MEMORY = "memory_release"
     RESUME_MEMORY = "memory_resume"
-    EXTEND_RUNNER = "extend_runner"  # this and the next three: of vLLM's `WeightWorker`
+    EXTEND_RUNNER = "extend_runner"  # this and the next three are methods of vLLM's `WeightWorker`
     LOAD_ADAPTER = "adapter_load"
     REMOVE_ADAPTER = "adapter_remove"
     VERIFY_ADAPTER = "weights_verify_adapter"
@@ -54,7 +52,7 @@ class WorkerMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerCall:
-    """A call of a `WorkerMethod` in every rank of SGLang's scheduler, between two steps."""
+    """A call of a `WorkerMethod` on every rank of SGLang's scheduler, between two steps."""
 
     call_id: int
     method: str
@@ -63,9 +61,9 @@ class SchedulerCall:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAnswers:
-    """The answers of all tensor-parallel ranks to one call, in the order of ranks.
+    """The results of one call on all tensor-parallel ranks, in rank order.
 
-    `errors`: a sentence for each rank that failed, empty for the others; a failed rank's answer is None.
+    `errors` has a message for each failed rank and "" for the others; the result of a failed rank is None.
     """
 
     call_id: int
@@ -75,9 +73,9 @@ class SchedulerAnswers:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """The number of tokens that each request of a paused scheduler has sampled, by id.
+    """The number of sampled tokens of each request in a paused scheduler, by request id.
 
-    `unbegun`: the requests that hold no KV and have sampled nothing.
+    `unbegun` are the requests without KV and sampled tokens.
     """
 
     num_output_ids: Mapping[str, int]
@@ -86,7 +84,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFolder:
-    """A folder of safetensors files whose headers were read, and the tensors in it."""
+    """A folder of safetensors files with checked headers, and the tensors in it."""
 
     directory: str
     tensors: tuple[TensorInfo, ...]
@@ -94,25 +92,29 @@ class CheckedFolder:
 
 @dataclass(frozen=True, slots=True)
 class StagingSetup:
-    """The settings of a worker's stager. `loaded`: the folder that the engine has loaded; None: dummy weights."""
+    """The settings of a worker's stager.
+
+    `loaded` is the folder that the engine has loaded; None for dummy weights.
+    """
 
     loaded: CheckedFolder | None
     policy: str  # "auto", "device", "host" or "none"; see `staging.py`
-    timeout_s: float  # of one transfer
+    timeout_s: float  # timeout of a transfer
 
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """An order to receive one update, from one source. `number` identifies it until its commit.
+    """An order to receive one update from one source. `number` identifies it until its commit.
 
-    Without a source parts of a trainer's group follow, of the tensors `transfer` as far as they are known.
+    Without `push` and `folder` it receives the parts of a trainer's group, with the tensors `transfer` as far as
+    known.
     """
 
     number: int
     push: PushSource | None = None
     folder: CheckedFolder | None = None
     transfer: tuple[TensorInfo, ...] = ()
-    is_tied: bool = False  # the model ties its output head to the embeddings
+    is_tied: bool = False  # the model shares its output head with the embeddings
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -131,28 +133,29 @@ class StageState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """The answer to a poll, with a `report` in state HELD and an `error` in state FAILED."""
+    """The response to a poll, with `report` in state HELD and `error` in state FAILED."""
 
     state: StageState
     error: str = ""
     report: StageReport | None = None
-    num_parts: int = 0  # of a transfer, that have come
+    num_parts: int = 0  # received parts of a transfer
 
 
 def merge_stage_reports(reports: Sequence[StageReport]) -> StageReport:
-    """Merge the workers' reports: the slowest one's time, and the place of the one that holds least."""
+    """Merge the workers' reports: the time of the slowest, and the staging device of the worker with the least
+    memory."""
     order = [HeldIn.NOWHERE, HeldIn.FILES, HeldIn.HOST, HeldIn.DEVICE]
     return StageReport(
         held_in=min((report.held_in for report in reports), key=order.index),
         transport="+".join(sorted({report.transport for report in reports})),
         num_bytes=max(report.num_bytes for report in reports),
         transfer_ms=max(report.transfer_ms for report in reports),
-        digest=reports[0].digest,  # of the source, which is the same for all ranks
+        digest=reports[0].digest,  # the digest of the source, equal for all ranks
     )
 
 
 def merge_commit_reports(reports: Sequence[CommitReport]) -> CommitReport:
-    """Merge the workers' reports: the slowest one's times, and the sums of comparisons."""
+    """Merge the workers' reports: the times of the slowest, and the sums of comparisons."""
     return CommitReport(
         swap_ms=max(report.swap_ms for report in reports),
         verify_ms=max(report.verify_ms for report in reports),
@@ -163,7 +166,7 @@ def merge_commit_reports(reports: Sequence[CommitReport]) -> CommitReport:
 
 
 def answers_of(answers: Sequence[T], errors: Sequence[str]) -> list[T]:
-    """Return the answers of all ranks, in the order of ranks. Raises EngineError for the first rank that failed."""
+    """Return the results of all ranks in rank order. Raises EngineError for the first failed rank."""
     for rank, error in enumerate(errors):
         if error:
             raise EngineError(f"rank {rank}: {error}")
@@ -171,10 +174,10 @@ def answers_of(answers: Sequence[T], errors: Sequence[str]) -> list[T]:
 
 
 def to_text(value: SchedulerCall | SchedulerAnswers) -> str:
-    """Encode a value as the text that SGLang carries."""
+    """Encode a value as text for SGLang."""
     return base64.b64encode(codec.encode(value)).decode("ascii")
 
 
 def from_text(text: str, kind: type[T]) -> T:
-    """Invert `to_text`. Raises InvalidRequest."""
+    """Decode the text of `to_text`. Raises InvalidRequest."""
     return codec.decode(base64.b64decode(text.encode("ascii", "replace")), kind)

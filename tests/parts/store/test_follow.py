@@ -156,7 +156,7 @@ async def test_a_service_without_a_store_refuses_to_look_at_one(tmp_path: Path) 
     async with whole_service(simulated_config(), tmp_path) as url, RolloutClient(url) as client:
         async with aiohttp.ClientSession() as http, http.post(f"{url}/admin/weights/follow") as answer:
             assert answer.status == 409
-            assert "follows no store" in await answer.text()
+            assert "does not follow a store" in await answer.text()
         assert (await client.status()).store is None
 
 

@@ -90,7 +90,7 @@ async def test_as_many_tasks_as_may_wait_are_accepted_in_one_private_call_in_tim
     status = await coordinator.rollouts.submit(name, groups)
     assert time.process_time() - began_s < 10
     assert status.num_queued == 100_000
-    with pytest.raises(Overloaded, match="no room for 1 more trajectories: 100000 wait, of at most 100000"):
+    with pytest.raises(Overloaded, match="the queue has 100000 of at most 100000 trajectories, cannot add 1"):
         await coordinator.rollouts.submit("more", (make_group("g", 1),))
     await coordinator.close()
 
@@ -807,7 +807,7 @@ async def test_a_known_id_with_other_work_is_refused_live_or_done(site, coordina
         assert (await rollouts.submit("r", work)).is_done == is_done
         assert (await rollouts.submit("r", work[::-1])).num_accepted == 3
         for changed in (other, (task, work[1]), (replace(work[0], keep=1), work[1])):
-            with pytest.raises(Conflict, match="other work"):
+            with pytest.raises(Conflict, match="other groups or terms"):
                 await rollouts.submit("r", changed)
 
 

@@ -216,7 +216,7 @@ async def test_errors_arrive_as_themselves(tmp_path):
             await site.client.front.read("nobody", 0, 10, 0.0)
         assert caught.value.param == "rollout_id"
         site.store.has_bug = True
-        with pytest.raises(ServiceUnavailable, match="failed in submit"):
+        with pytest.raises(ServiceUnavailable, match="failed while it handled submit"):
             await site.client.front.submit("r", (make_group("g", 1),))
 
 

@@ -107,7 +107,7 @@ async def test_a_replica_that_starts_while_the_fleet_sleeps_takes_no_memory(site
 
 @service("a")
 async def test_a_replica_of_other_software_is_refused_by_name_before_it_loads(site, coordinator):
-    with pytest.raises(InvalidRequest, match=f"replica b has Python 3.9, and the service {SOFTWARE}"):
+    with pytest.raises(InvalidRequest, match=f"replica b runs Python 3.9, the service {SOFTWARE}"):
         await coordinator.replicas.starting("b", "Python 3.9")
     assert (await coordinator.status()).starting == ()
 
@@ -504,7 +504,7 @@ async def test_a_repeat_gets_its_report_from_the_next_coordinator_too(site, coor
 @service("a", "b")
 async def test_an_update_that_cannot_be_recorded_does_not_begin(site, coordinator):
     site.store.is_broken = True
-    with pytest.raises(ServiceUnavailable, match="cannot be recorded"):
+    with pytest.raises(ServiceUnavailable, match="cannot be stored"):
         await coordinator.replicas.update_weights(push(1), None)
     assert await site.states() == {"a": "ready", "b": "ready"}
     assert [engine.calls for engine in site.engines.values()] == [["resume", "stage"]] * 2
@@ -514,7 +514,7 @@ async def test_an_update_that_cannot_be_recorded_does_not_begin(site, coordinato
 async def test_weights_are_not_discarded_while_the_outcome_of_their_update_is_unsaved(site, coordinator):
     site.engines["a"].on_commit = lambda: setattr(site.store, "is_broken", True)
     await coordinator.replicas.update_weights(push(1), None)
-    with pytest.raises(StorageFull, match="not saved"):
+    with pytest.raises(StorageFull, match="not stored yet"):
         await coordinator.replicas.sleep(2)
     assert coordinator.replicas.sync.desired.orders.asleep == frozenset()
     site.store.is_broken = False

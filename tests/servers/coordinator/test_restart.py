@@ -79,7 +79,7 @@ async def test_an_operators_pause_holds(site, coordinator):
 @service("a", config=replace(CONFIG, heartbeat_interval_s=1.0))
 async def test_the_fleet_obeys_while_the_disk_fails_and_the_order_is_saved_later(site, coordinator):
     site.store.is_broken = True
-    with pytest.raises(StorageFull, match="not saved"):
+    with pytest.raises(StorageFull, match="not stored"):
         await coordinator.replicas.pause(PauseMode.KEEP)
     assert site.engines["a"].is_paused
     site.store.is_broken = False

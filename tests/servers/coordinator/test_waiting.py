@@ -71,8 +71,8 @@ async def test_samples_wait_before_their_prefill_and_begin_as_soon_as_others_end
     assert status.queue.num_queued == 40 - len(begun)
     assert status.queue.kv_limit_tokens >= status.queue.kv_predicted_tokens > 0
     assert status.queue.reason == (
-        f"no room: {status.queue.kv_predicted_tokens} of {status.queue.kv_limit_tokens} tokens of KV"
-        " are predicted to be needed"
+        f"no KV capacity: {status.queue.kv_predicted_tokens} of {status.queue.kv_limit_tokens} tokens"
+        " are expected to be used"
     )
     ended_at = site.clock.now()
     await hand_in(coordinator.rollouts, "w", record(begun[0]))
@@ -181,7 +181,7 @@ async def test_a_call_that_asks_again_keeps_its_turn(site, coordinator):
     ingress, leases, first = await calls_until_full(coordinator)
     await site.clock.sleep(CONFIG.placement_wait_s - 1.0)
     second = asyncio.create_task(ingress.lease("second"))
-    with pytest.raises(NoHealthyReplica, match="no replica has room"):
+    with pytest.raises(NoHealthyReplica, match="no replica has KV capacity"):
         await first
     await site.clock.sleep(0.5)
     again = asyncio.create_task(ingress.lease(f"s{len(leases)}"))

@@ -48,7 +48,7 @@ async def test_without_room_a_call_is_refused_at_its_deadline_and_may_come_again
     body, headers = {"model": MODEL, **SHORT_CALLS[path]}, {"x-stainless-read-timeout": "0.5"}
     status, answer, received = await service.call("POST", path, json=body, headers=headers)
     assert (status, received["retry-after"], received["x-should-retry"]) == (503, "1", "true"), answer
-    assert "no replica has room" in answer["error"]["message"]
+    assert "no replica has KV capacity" in answer["error"]["message"]
     assert service.coordinator.num_refused > 0
 
 

@@ -102,7 +102,7 @@ async def test_both_ends_of_a_connection_notice_a_vanished_peer():
 
 async def test_a_caller_of_another_run_is_refused_and_counted():
     async with Port("another") as port:
-        with pytest.raises(EngineUnreachable, match="does not know"):
+        with pytest.raises(EngineUnreachable, match="does not have"):
             await port.ask("/echo")
         assert (port.accepted, port.server.gate.refused) == ([], {401: 1})
 
@@ -160,7 +160,7 @@ async def test_what_took_over_a_dead_servers_port_learns_nothing_and_gives_no_an
         host, _, number = place.rpartition(":")
         async with await asyncio.start_server(impostor, host, int(number)):
             for _ in answers:
-                with pytest.raises(EngineUnreachable, match="does not know"):
+                with pytest.raises(EngineUnreachable, match="does not have"):
                     await ask(port.http, f"{url}/echo")
     assert [len(each) for each in heard] == [37, 37]  # a hello: nonces and a name of the key
     assert not any(b"secret" in each or b"POST" in each for each in heard)
@@ -171,7 +171,7 @@ async def test_an_impostor_cannot_pass_the_proof_on_to_a_server_elsewhere():
         recorder = Recorder(port.place)
         async with await asyncio.start_server(recorder.pass_on, "127.0.0.1", 0) as relay:
             place = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
-            with pytest.raises(EngineUnreachable, match="does not know"):
+            with pytest.raises(EngineUnreachable, match="does not have"):
                 await ask(port.http, f"http://{place}/echo/echo")
         assert (port.accepted, b"POST" in recorder.sent) == ([], False)
 
@@ -192,10 +192,10 @@ async def test_a_caller_that_gives_up_cancels_its_call():
 
 async def test_a_bug_and_a_foreign_server_are_errors_of_ours():
     async with Port() as port:
-        with pytest.raises(Exception, match="ZeroDivisionError in echo") as caught:
+        with pytest.raises(Exception, match=r"ZeroDivisionError\) in echo") as caught:
             await port.ask("/break")
         assert getattr(caught.value, "code", "") == "internal_error"
-        with pytest.raises(EngineLost, match="not ours"):
+        with pytest.raises(EngineLost, match="not from an agentloop server"):
             await port.ask("/no/such/route")
         await port.server.close()
         for _ in range(2):  # a pooled connection, then a new one
@@ -284,7 +284,7 @@ async def test_a_server_that_cannot_be_reached_is_told_in_time():
             unreachable=EngineUnreachable,
             connect_timeout_s=0.3,
         )
-        with pytest.raises(EngineUnreachable, match="no connection in time"):
+        with pytest.raises(EngineUnreachable, match="could not connect within"):
             await ask(http, f"http://127.0.0.1:{place[1]}/echo")
         await http.close()
         for filler in fillers:

@@ -54,8 +54,8 @@ def test_names_dtypes_shapes_and_bytes_are_read(tmp_path: Path) -> None:
     ("entry", "reason"),
     [
         (("I32", [2], 8), "not a float type"),
-        (("F32", [3], 8), "impossible offsets"),
-        (("F32", [-1, -2], 8), "impossible offsets"),
+        (("F32", [3], 8), "offsets that do not fit"),
+        (("F32", [-1, -2], 8), "offsets that do not fit"),
     ],
 )
 def test_impossible_tensors_are_refused(tmp_path: Path, entry: tuple[str, list[int], int], reason: str) -> None:
@@ -74,23 +74,23 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     ("changed", "reason"),
     [
         ({"model.norm.weight": ("F32", [4], 16)}, "has shape"),
-        ({"model.other.weight": ("F32", [2], 8)}, "the served model lacks"),
+        ({"model.other.weight": ("F32", [2], 8)}, "are not in the served model"),
     ],
 )
 def test_only_the_served_models_tensors_are_taken(tmp_path: Path, changed: Tensors, reason: str) -> None:
     form = ServedForm(write(tmp_path / "served", MODEL), is_dummy=False)
     with pytest.raises(CheckpointUnreadable, match=reason):
         form.check_directory(write(tmp_path / "other", {**MODEL, **changed}))
-    with pytest.raises(CheckpointUnreadable, match="lacks 1 tensors"):
+    with pytest.raises(CheckpointUnreadable, match="1 tensors of the served model are missing"):
         form.check_directory(write(tmp_path / "less", {"model.norm.weight": ("F32", [2], 8)}))
-    with pytest.raises(CheckpointUnreadable, match="lacks 1 tensors"):
+    with pytest.raises(CheckpointUnreadable, match="1 tensors of the served model are missing"):
         form.check_push([TensorInfo("model.norm.weight", "float32", (2,))])
 
 
 def test_a_push_in_another_dtype_fits(tmp_path: Path) -> None:
     form = ServedForm(write(tmp_path / "served", MODEL), is_dummy=False)
     form.check_push([replace(tensor, dtype="float64") for tensor in form.tensors])
-    with pytest.raises(CheckpointUnreadable, match="twice"):
+    with pytest.raises(CheckpointUnreadable, match="duplicate tensor names"):
         form.check_push([*form.tensors, form.tensors[0]])
 
 

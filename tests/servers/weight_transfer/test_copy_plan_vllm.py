@@ -95,7 +95,7 @@ def test_experts_in_another_layout_are_refused(ranks: dict[str, Any]) -> None:
     for rank in ranks.values():
         experts = rank["moe"]["experts"]
         assert f"{experts['name']}.w13_weight does not hold" in experts["swapped"]
-        assert f"{experts['name']} has its experts in the layout of CPU" in experts["packed"]
+        assert f"{experts['name']} stores its experts in the layout of CPU" in experts["packed"]
 
 
 def test_quantised_layers_are_staged_as_vllm_quantises_them(ranks: dict[str, Any]) -> None:

@@ -63,8 +63,8 @@ def test_the_scaling_is_that_of_peft(folder):
     [
         ({"r": 0}, "rank 0"),
         ({"r": "four"}, "adapter_config.json"),
-        ({"r": 3}, "not of rank 3"),
-        ({"rank_pattern": {"k_proj": 2}}, "not of rank 2"),
+        ({"r": 3}, "do not have rank 3"),
+        ({"rank_pattern": {"k_proj": 2}}, "do not have rank 2"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"bias": "all"}, "bias 'all'"),
         ({"use_dora": True}, "use_dora is not supported"),
@@ -79,7 +79,7 @@ def test_a_configuration_that_vllm_cannot_follow_is_refused(folder, fields, mess
 
 
 def test_a_rank_above_the_engine_s_is_refused(folder):
-    with pytest.raises(CheckpointUnreadable, match=r"has rank 4, the engine takes 2"):
+    with pytest.raises(CheckpointUnreadable, match=r"has rank 4, above the engine's 2"):
         check_adapter(str(folder), 2)
 
 
@@ -87,9 +87,9 @@ def test_tensors_that_do_not_belong_are_refused(folder, tmp_path):
     name_a, name_b = tensor_names(LAYER)
     wide = {name_a: torch.zeros(4, 7), name_b: torch.zeros(64, 4)}
     cases = [
-        ({"base_model.model.lm_head.weight": torch.zeros(2, 2)}, "", "lm_head.weight is not a lora_A or lora_B"),
+        ({"base_model.model.lm_head.weight": torch.zeros(2, 2)}, "", "lm_head.weight is not the lora_A or lora_B"),
         ({}, name_b, f"layer {LAYER} has no lora_B"),
-        (wide, "", f"layer {LAYER} is for a weight"),
+        (wide, "", f"layer {LAYER} adapts a weight"),
         (dict(zip(tensor_names("model.layers.9.self_attn.k_proj"), wide.values(), strict=True)), "", "no layer"),
     ]
     for number, (add, drop, message) in enumerate(cases):
@@ -99,11 +99,11 @@ def test_tensors_that_do_not_belong_are_refused(folder, tmp_path):
 
 
 def test_a_folder_that_is_no_adapter_is_refused(folder, tmp_path):
-    with pytest.raises(CheckpointUnreadable, match=r"no adapter_config\.json"):
+    with pytest.raises(CheckpointUnreadable, match=r"cannot read adapter_config\.json"):
         check_adapter(str(POLICY), 8)
     weights = folder / "adapter_model.safetensors"
     weights.rename(folder / "model.safetensors")
-    with pytest.raises(CheckpointUnreadable, match="one file"):
+    with pytest.raises(CheckpointUnreadable, match="only the file"):
         check_adapter(str(folder), 8)
     (folder / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(CheckpointUnreadable):
@@ -124,7 +124,7 @@ def test_a_model_without_weights_says_the_shape_in_its_config(tmp_path):
     model, folder = tmp_path / "model", tmp_path / "zero"
     model.mkdir()
     folder.mkdir()
-    with pytest.raises(CheckpointUnreadable, match="does not tell the shape"):
+    with pytest.raises(CheckpointUnreadable, match=r"no weights or usable config\.json"):
         write_zero_adapter(str(model), str(folder))
     (model / "config.json").write_bytes((POLICY / "config.json").read_bytes())
     write_zero_adapter(str(model), str(folder))

@@ -79,7 +79,7 @@ def test_without_its_hosts_first_a_worker_is_sent_to_directly(stage, is_killed):
     report = running.result(WAIT_S)
     assert all(same(one.result(WAIT_S), sent) for one in arriving)
     assert (report.num_attempts, report.num_receivers) == (2, 3)
-    assert ("was lost" if is_killed else "had not said Go") in report.failures[0]
+    assert ("was lost" if is_killed else "did not send Go") in report.failures[0]
 
 
 def test_a_worker_killed_before_it_is_ready_is_left_out(stage):
@@ -128,7 +128,7 @@ class LeavingWorker(threading.Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         self.messages.append(Done())
-        self.death = "the connection was closed"
+        self.death = "the peer closed the connection"
         return True
 
     def peek(self, kind: type) -> object | None:

@@ -54,14 +54,14 @@ def test_only_plain_floating_point_tensors_change_their_dtype() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({}, "no tensor in the weights"),
-        ({"a": ONE, "b": 1.5}, "'b' is no tensor but float"),
-        ({"a": ONE.numpy()}, "'a' is no tensor but ndarray"),
-        (torch.nn.Linear(2, 2), "give model.named_parameters"),
+        ({}, "the weights have no tensors"),
+        ({"a": ONE, "b": 1.5}, "'b' is a float, not a tensor"),
+        ({"a": ONE.numpy()}, "'a' is a ndarray, not a tensor"),
+        (torch.nn.Linear(2, 2), "pass model.named_parameters"),
         ([ONE], "pairs of a name and a tensor, not Tensor"),
         ([("a", ONE, 1)], "pairs of a name and a tensor, not tuple"),
         ([(1, ONE)], "pairs of a name and a tensor"),
-        ([("a", ONE), ("module.a", ONE)], "two tensors are named 'a'"),
+        ([("a", ONE), ("module.a", ONE)], "two tensors have the checkpoint name 'a'"),
         ({"a": ONE.to("meta")}, "on the meta device"),
         ({"a": ONE.to_sparse()}, "only dense tensors"),
         ({"a": torch.empty(0)}, "no elements"),
@@ -84,5 +84,5 @@ def test_dtypes_are_named() -> None:
     for name, dtype in CAST_DTYPES.items():
         assert parse_dtype(name) == parse_dtype(f"torch.{name}") == dtype
     for name in ("int8", "float8_e4m3fn", "tensor", ""):
-        with pytest.raises(InvalidRequest, match="one of float64"):
+        with pytest.raises(InvalidRequest, match="expected float64"):
             parse_dtype(name)

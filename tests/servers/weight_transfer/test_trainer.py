@@ -207,7 +207,7 @@ async def test_a_deadline_and_a_cancellation_leave_nothing_running(site: Pushing
     async with asyncio.timeout(30):
         while len(site.coordinator.updates) < 2:
             await asyncio.sleep(0.01)
-        with pytest.raises(Conflict, match="pushing weights already"):
+        with pytest.raises(Conflict, match="already pushing weights"):
             await pusher.push(WEIGHTS, PushOptions(3))
         pushing.cancel()
         await asyncio.sleep(0)

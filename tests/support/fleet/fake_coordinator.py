@@ -156,7 +156,7 @@ class FakeCoordinator:
             if not self.is_holding:
                 self.finished[rollout_id] += [record for group in groups for record in self._records(group)]
         elif self.groups[rollout_id] != given:
-            raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
+            raise Conflict(f"rollout {rollout_id} already exists with other groups or terms", param="rollout_id")
         self._wake()
         return self._status(rollout_id)
 
@@ -230,7 +230,7 @@ class FakeCoordinator:
         held = self.held.get(session_id)
         if not self.has_room:
             self.num_refused += 1
-            raise NoHealthyReplica("no replica has room for another session now")
+            raise NoHealthyReplica("no replica has KV capacity for another session now")
         return held if held is not None and held.lease_id in self.leases else self._grant(session_id)
 
     def _grant(self, session_id: str) -> Lease:
@@ -322,7 +322,7 @@ class FakeCoordinator:
 
     async def unload_adapter(self, name: str) -> None:
         if self.by_name.pop(name, None) is None:
-            raise ModelNotFound(f"no adapter {name!r} is served", param="name")
+            raise ModelNotFound(f"unknown adapter {name!r}: it is not served", param="name")
 
     async def adapters(self) -> tuple[NamedAdapter, ...]:
         return tuple(self.by_name.values())
@@ -337,19 +337,22 @@ class FakeCoordinator:
         return HostDrain(host, 0, 0)
 
     async def look_at_store(self) -> StoreStatus:
-        raise Conflict("this service follows no store of versions", param="weights")
+        raise Conflict("this service does not follow a store of versions", param="weights")
 
     async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
-        raise InvalidRequest(f"world_size is {group.world_size}, but 0 workers follow", param="world_size")
+        raise InvalidRequest(
+            f"expected world_size {group.rank_offset} (rank_offset + workers), got {group.world_size}",
+            param="world_size",
+        )
 
     async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
-        raise NotFound(f"there is no group {group!r}: make it first", param="group_name")
+        raise NotFound(f"unknown group {group!r}: create it first", param="group_name")
 
     async def receive_part(self, part: TransferPart) -> None:
-        raise Conflict(f"no transfer of group {part.group!r} is open: start one first")
+        raise Conflict(f"group {part.group!r} has no open transfer: start one first")
 
     async def end_transfer(self, group: str, version: int | None = None) -> UpdateReport:
-        raise Conflict(f"no transfer of group {group!r} is open: start one first")
+        raise Conflict(f"group {group!r} has no open transfer: start one first")
 
     async def destroy_group(self, name: str) -> None:
         return None

@@ -254,7 +254,7 @@ class WholeWorld(World):
         except AgentLoopError:
             raise
         except Exception as error:  # as its server answers what it does not raise on purpose
-            raise ServiceUnavailable(f"the coordinator failed in {name}: {error!r}") from error
+            raise ServiceUnavailable(f"the coordinator failed while it handled {name}: {error!r}") from error
 
     async def ask_ingress(self, call: Callable[[Sessions], Coroutine[Any, Any, T]]) -> T:
         """Call the chat endpoint. Raises ServiceUnavailable if it is down or dies meanwhile."""

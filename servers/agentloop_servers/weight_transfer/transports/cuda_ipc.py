@@ -1,8 +1,8 @@
-"""The `ipc` transport: another process on the same GPU maps the sender's pack buffers by CUDA IPC handles.
+"""The `ipc` transport: another process on the same GPU maps the sender's pack buffers with CUDA IPC handles.
 
-The buffers are allocated through the CUDA driver, not by torch: an IPC handle covers a whole allocation, torch's
-expandable segments have none, and torch's own sharing counts references that a killed receiver never gives back.
-A worker unmaps at the end of every attempt, before it reports, so the sender may free its buffers between updates.
+The buffers are allocated by the CUDA driver instead of torch: an IPC handle covers a complete allocation, torch's
+expandable segments have none, and torch's reference counts leak if a receiver is killed. A worker unmaps at the
+end of every attempt before it reports, so the sender may free its buffers between updates.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from agentloop_servers.weight_transfer.transports.handshake import (
 )
 
 HANDLE_BYTES = 64
-LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class DriverError(OSError):
-    """A failed call of the CUDA driver; `status` is its CUresult."""
+    """A failed call of the CUDA driver. `status` is its CUresult."""
 
     def __init__(self, function: str, status: int) -> None:
         super().__init__(f"{function} failed with CUDA error {status}")
@@ -43,7 +43,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Span:
-    """Device memory as torch can wrap it without a copy (the CUDA Array Interface, version 3)."""
+    """Device memory that torch can wrap without a copy (CUDA Array Interface, version 3)."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -61,12 +61,12 @@ class DeviceMemory:
     def __init__(self, pointer: int, num_bytes: int, device: torch.device, release: str) -> None:
         self._pointer = pointer
         self._device = device
-        self._release = release  # the driver's function
+        self._release = release  # the driver function that releases it
         self.tensor = torch.as_tensor(_Span(pointer, num_bytes), device=device)
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> DeviceMemory:
-        """Allocate memory. Raises WeightUpdateFailed without room, even after torch has freed its cache."""
+        """Allocate memory. Raises WeightUpdateFailed if memory is short even without torch's cache."""
         pointer = ctypes.c_uint64()
         with _context(device):
             try:
@@ -78,14 +78,14 @@ class DeviceMemory:
                     torch.cuda.empty_cache()
                     _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
             except DriverError as error:
-                raise WeightUpdateFailed(f"{device} has no room for {num_bytes:,} bytes: {error}") from error
+                raise WeightUpdateFailed(f"cannot allocate {num_bytes:,} bytes on {device}: {error}") from error
             return cls(pointer.value, num_bytes, device, "cuMemFree_v2")
 
     @classmethod
     def open(cls, handle: bytes, num_bytes: int, device: torch.device) -> DeviceMemory:
         """Map another process's allocation. Raises DriverError, TransportBroken."""
         if len(handle) != HANDLE_BYTES:
-            raise TransportBroken("an IPC handle has another length")
+            raise TransportBroken(f"an IPC handle has {len(handle)} bytes, expected {HANDLE_BYTES}")
         pointer = ctypes.c_uint64()
         with _context(device):
             _call(
@@ -97,7 +97,7 @@ class DeviceMemory:
             return cls(pointer.value, num_bytes, device, "cuIpcCloseMemHandle")
 
     def handle(self) -> bytes:
-        """Return the bytes that `open` takes in another process. Raises DriverError."""
+        """Return the handle for `open` in another process. Raises DriverError."""
         handle = _Handle()
         with _context(self._device):
             _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._pointer))
@@ -113,18 +113,18 @@ class DeviceMemory:
 
 
 class IpcSendTransport(AckedSendTransport):
-    """The sending half; see `SendTransport`."""
+    """The sending side; see `SendTransport`."""
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self._map_all(peers, buffers)
 
     def send(self, bucket: int, buffer: int) -> None:
-        torch.cuda.current_stream(self._device).synchronize()  # the workers' streams know nothing of ours
+        torch.cuda.current_stream(self._device).synchronize()  # the workers' streams do not wait for this one
         self.announce(bucket, buffer)
 
 
 class IpcReceiveTransport(MappedReceiveTransport):
-    """The receiving half; see `ReceiveTransport`.
+    """The receiving side; see `ReceiveTransport`.
 
     The sender's memory is mapped from `begin` to the end of `buckets`.
     """
@@ -162,7 +162,7 @@ def _call(function: str, *arguments: Any) -> None:
 def _primary_context(index: int) -> ctypes.c_void_p:
     """Return the context that torch uses on the device, kept for the life of the process.
 
-    Were it given back before torch has taken it, everything mapped in it would be gone.
+    If it were released before torch has retained it, all its mappings would be lost.
     """
     ordinal, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuInit", ctypes.c_uint(0))

@@ -1,7 +1,7 @@
-"""The choice of a transport for a worker, and the base of the two transports of shared memory (`shm`, `ipc`).
+"""The choice of a worker's transport, and the base of the shared-memory transports (`shm`, `ipc`).
 
-Their buckets lie in memory that both sides see. The first message of an attempt names the sender's two buffers, and
-the receiver answers that it has mapped them; then come "bucket ready" and "bucket consumed".
+Both sides of these map the same buffers. The first message of an attempt names the sender's two buffers and the
+receiver responds that it has mapped them; then follow BucketReady and BucketConsumed messages.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class TransportKind(StrEnum):
-    """The transports from a sender to a worker; `AUTO` chooses one for each worker."""
+    """The transports from a sender to a worker. `AUTO` chooses one per worker."""
 
     AUTO = "auto"
     NCCL = "nccl"  # another CUDA device, on any host
     IPC = "ipc"  # another process on the same CUDA device
-    SHM = "shm"  # memory of the host that both run on
+    SHM = "shm"  # shared memory on the same host
     TCP = "tcp"  # sockets, between hosts
 
 
 class Unreachable(Exception):
-    """A worker that no transport reaches, or not the one asked for. `str()` is one clear line."""
+    """No transport reaches a worker, or not the requested one. `str()` is one line."""
 
 
 def host_name() -> str:
-    """Name this host's boot and container. Processes with one /dev/shm have the same name."""
+    """Return a name for this host's boot and container. Processes with the same /dev/shm have the same name."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{socket.gethostname()}"
 
 
@@ -61,10 +61,12 @@ def choose(asked: TransportKind, sender_device: str, sender_host: str, hello: He
     chosen = needed if asked is TransportKind.AUTO else asked
     worker = f"worker {hello.rank} (on {hello.device})"
     if chosen is TransportKind.SHM and not is_same_host:
-        raise Unreachable(f"{worker} is on another host or in another container, where shm does not reach")
-    # Sockets, and memory of the host, serve any two processes, GPUs or not.
+        raise Unreachable(
+            f"{worker} is on another host or in another container, so the transport shm cannot reach it"
+        )
+    # Sockets and host memory work between any two processes.
     if chosen not in (needed, TransportKind.SHM, TransportKind.TCP):
-        raise Unreachable(f"{worker} would need the transport {needed}, not {chosen}")
+        raise Unreachable(f"{worker} needs the transport {needed}, but {chosen} was requested")
     return chosen
 
 
@@ -76,20 +78,20 @@ class MapBuffers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BuffersMapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The receiver's answer to MapBuffers; `error`: the reason if it could not map them."""
+    """The receiver's response to MapBuffers. `error` is the reason if it could not map them."""
 
     error: str | None = None
 
 
 class BucketReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sender's word that a buffer holds a bucket."""
+    """A buffer has a bucket."""
 
     bucket: int
     buffer: int
 
 
 class BucketConsumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The receiver's word that a bucket's buffer may be written again."""
+    """A bucket's buffer may be written again."""
 
     bucket: int
 
@@ -100,21 +102,21 @@ def post(peer: Peer, message: msgspec.Struct) -> None:
 
 
 def take(peer: Peer, kind: type[S]) -> S:
-    """Return the next message, which must be of this kind. Raises TransportBroken."""
+    """Return the next message, which must be of this type. Raises TransportBroken."""
     try:
         return msgspec.msgpack.decode(peer.take(), type=kind)
     except msgspec.MsgspecError as error:
-        raise TransportBroken(f"the peer sent something else than {kind.__name__}") from error
+        raise TransportBroken(f"the peer sent another message than the expected {kind.__name__}") from error
 
 
 class AckedSendTransport:
-    """The base of sending halves whose buffers the peers map: it tells ready buckets, and waits for consumption."""
+    """Base of sending sides whose buffers the peers map: announces buckets and waits for their consumption."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._peers: Sequence[Peer] | None = None  # None: no attempt is under way
-        self._last: list[int] = []  # the bucket that was sent last from each buffer
-        self._consumed: list[int] = []  # the bucket that each peer consumed last
+        self._peers: Sequence[Peer] | None = None  # None: no attempt is running
+        self._last: list[int] = []  # the last bucket sent from each buffer
+        self._consumed: list[int] = []  # the last bucket consumed by each peer
 
     def wait_free(self, buffer: int) -> None:
         """Wait until all peers have consumed this buffer's last bucket. Raises TransportBroken."""
@@ -129,14 +131,14 @@ class AckedSendTransport:
         self._peers = None
 
     def abort(self) -> None:
-        """Do nothing: all waits here are for a peer, and its `check` ends them after an abort."""
+        """No effect: all waits are for a peer, and its `check` ends them after an abort."""
 
     def close(self) -> None:
-        """Drop the peers."""
+        """Remove the peers."""
         self._peers = None
 
     def map(self, peers: Sequence[Peer], request: MapBuffers) -> dict[Peer, str]:
-        """Ask the peers to map buffers. Leaves out those that cannot, and returns their reasons."""
+        """Request the peers to map buffers. Removes those that cannot, and returns their reasons."""
         for peer in peers:
             post(peer, request)
         refused = {peer: error for peer in peers if (error := take(peer, BuffersMapped).error) is not None}
@@ -145,32 +147,32 @@ class AckedSendTransport:
         return refused
 
     def _map_all(self, peers: Sequence[Peer], buffers: Sequence[Buffer]) -> None:
-        """Ask the peers to map this process's buffers. Raises TransportBroken if one cannot."""
+        """Request the peers to map this process's buffers. Raises TransportBroken if one cannot."""
         refused = self.map(peers, MapBuffers([buffer.export for buffer in buffers], buffers[0].data.numel()))
         if refused:
             raise TransportBroken(f"a worker cannot map the buffers: {next(iter(refused.values()))}")
 
     def announce(self, bucket: int, buffer: int) -> None:
-        """Tell all peers that a bucket lies in a buffer. Raises TransportBroken."""
+        """Announce a bucket in a buffer to all peers. Raises TransportBroken."""
         if self._peers is None:
-            raise TransportBroken("the attempt was given up")
+            raise TransportBroken("the attempt was cancelled")
         self._last[buffer] = bucket
         for peer in self._peers:
             post(peer, BucketReady(bucket, buffer))
 
 
 class MappedReceiveTransport:
-    """The base of receiving halves that map the sender's buffers: it reads ready buckets, and acknowledges them."""
+    """Base of receiving sides that map the sender's buffers: reads announced buckets and acknowledges them."""
 
     def __init__(self, device: torch.device, *, is_copied: bool = False) -> None:
-        """`is_copied`: buckets are in host memory, and are copied to the device first."""
+        """`is_copied` means that buckets are in host memory and are copied to the device first."""
         self._device = device
         self._is_copied = is_copied
         self._attempt: tuple[Peer, Layout] | None = None
         self._mapped: list[torch.Tensor] = []
 
     def begin(self, peer: Peer, layout: Layout) -> None:
-        """Map the buffers. A failure is told to the sender, and raises TransportBroken."""
+        """Map the buffers. A failure is reported to the sender, and raises TransportBroken."""
         setup = take(peer, MapBuffers)
         try:
             if setup.num_bytes < layout.largest_bucket or not setup.exports:
@@ -184,9 +186,9 @@ class MappedReceiveTransport:
         post(peer, BuffersMapped())
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every bucket of the layout in order, as it gets ready. Raises TransportBroken."""
+        """Yield every bucket of the layout in order. Raises TransportBroken."""
         if self._attempt is None:
-            raise TransportBroken("the attempt was given up")
+            raise TransportBroken("the attempt was cancelled")
         peer, layout = self._attempt
         bounce = None
         if self._is_copied:
@@ -195,9 +197,11 @@ class MappedReceiveTransport:
             for bucket, size in enumerate(layout.bucket_sizes):
                 ready = take(peer, BucketReady)
                 if ready.bucket != bucket or not 0 <= ready.buffer < len(self._mapped):
-                    raise TransportBroken(f"bucket {ready.bucket} came instead of {bucket}")
+                    raise TransportBroken(
+                        f"received bucket {ready.bucket} of buffer {ready.buffer}, expected bucket {bucket}"
+                    )
                 data = self._mapped[ready.buffer][:size]
-                if bounce is not None:  # the copy is ordered behind what the consumer has put on the current stream
+                if bounce is not None:  # ordered after the consumer's work on the current stream
                     data = bounce[:size].copy_(data)
                     post(peer, BucketConsumed(bucket))
                 yield bucket, data
@@ -209,14 +213,14 @@ class MappedReceiveTransport:
             self.finish()
 
     def finish(self) -> None:
-        """Let go of the attempt. Idempotent."""
+        """Release the attempt. Idempotent."""
         self._attempt, self._mapped = None, []
 
     def abort(self) -> None:
-        """Do nothing: a wait here is one for the peer, and the owner of the attempt has broken that."""
+        """No effect: a wait here is for the peer, and the attempt's owner has ended that."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self.finish()
 
     def _map(self, setup: MapBuffers) -> list[torch.Tensor]:

@@ -1,17 +1,14 @@
-"""The transport between different GPUs: NCCL broadcasts from the sender, rank 0, to all peers at once.
+"""The transport between different GPUs: NCCL broadcasts from the sender, rank 0, to all peers.
 
-Every bucket is one broadcast of its bytes, and stream order does all the rest: no message a bucket. A communicator
-is made in `begin` and kept for later attempts between the same connections; whatever breaks one ends it, on both
-sides. Bytes that "arrived" out of a broken communicator are no data: `buckets` and `finish` look at it before they
-return, and the checksums of the whole update are compared after that.
+Every bucket is one broadcast; stream order replaces messages. A communicator is created in `begin` and kept for
+later attempts between the same connections; any failure ends it on both sides. A broken communicator may deliver
+garbage, so `buckets` and `finish` check it before they return.
 
-NCCL is called through ctypes, by communicators that never block for ever. Why not `torch.distributed`: a
-broadcast whose peer has died must end when we say so, in a process that goes on serving, and neither its
-watchdog's timeouts nor a trainer's own process groups may be touched. Communicators here are non-blocking: every
-call that waits for peers is polled against a deadline and a caller's own test, and ended by `ncclCommAbort`. The
-library is the one that torch has loaded into the process, so both ends speak what torch does, or the one that a
-caller names: ranks of two versions wait for each other. Signatures and the configuration's layout are those of
-`nccl.h` (2.18 and later; NCCL takes older, shorter layouts).
+NCCL is called through ctypes instead of `torch.distributed`: a broadcast to a dead peer must end in a process that
+keeps serving, without watchdogs and without effects on a trainer's process groups. Communicators are non-blocking:
+waits are polled with a deadline and the caller's check, and ended by `ncclCommAbort`. The library is the one that
+torch has loaded, or one that the caller names, because ranks with different versions hang. Signatures follow
+`nccl.h` (2.18 and later).
 """
 
 from __future__ import annotations
@@ -32,18 +29,18 @@ from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
 from agentloop_servers.weight_transfer.transports.base import Buffer
 
 NCCL_POLL_S = 0.0005
-LIBRARY = "libnccl.so.2"  # as torch loads it
+LIBRARY = "libnccl.so.2"  # the name under which torch loads it
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _FLOAT32 = 1, 7
 _SUM = 0
 _MAGIC = 0xCAFEBEEF
-_LAYOUT_VERSION = 21801  # 2.18.1, whose fields end with split_share
+_LAYOUT_VERSION = 21801  # 2.18.1, whose fields end with split_share; later versions accept it
 _UNDEFINED = -(2**31)
 
 
 class NcclFailed(Exception):
-    """An error of a communicator, which is aborted then; a new one may work."""
+    """A communicator has failed and is aborted. A new one may work."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -99,11 +96,11 @@ _SIGNATURES: dict[str, list[type]] = {
 
 @cache
 def _library(name: str = LIBRARY) -> ctypes.CDLL:
-    """Return an NCCL of this process. Raises EngineError if there is none."""
+    """Return the process's NCCL library. Raises EngineError if it is missing."""
     try:
         library = ctypes.CDLL(name)
     except OSError as error:
-        raise EngineError(f"no NCCL in this process: {error}") from error
+        raise EngineError(f"cannot load NCCL: {error}") from error
     for symbol, arguments in _SIGNATURES.items():
         function = getattr(library, symbol)
         function.argtypes, function.restype = arguments, ctypes.c_int
@@ -113,7 +110,7 @@ def _library(name: str = LIBRARY) -> ctypes.CDLL:
 
 
 def unique_id() -> bytes:
-    """Make the 128-byte id of a new communicator, which all its ranks get."""
+    """Make the 128-byte id of a new communicator, for all its ranks."""
     created = _UniqueId()
     library = _library()
     _check(library, "unique id", library.ncclGetUniqueId(ctypes.byref(created)))
@@ -121,9 +118,10 @@ def unique_id() -> bytes:
 
 
 class Communicator:
-    """One rank of an NCCL group. All calls come from one thread, with the rank's CUDA device current.
+    """One rank of an NCCL group. Call it from one thread, with the rank's CUDA device current.
 
-    `check` is called while a call waits for its peers; its exception ends the wait. Abort it after any failure.
+    `check` is called while a call waits for its peers; its exception ends the wait. Abort the communicator after a
+    failure.
     """
 
     def __init__(
@@ -136,7 +134,10 @@ class Communicator:
         check: Callable[[], None],
         library: str = LIBRARY,
     ) -> None:
-        """Join the group. Raises NcclFailed if not all its ranks do in time. `library` is that of all ranks."""
+        """Join the group.
+
+        Raises NcclFailed if not all ranks join in time. All ranks must use the same `library`.
+        """
         self._library = _library(library)
         group = _UniqueId.from_buffer_copy(group_id)
         config = _Config(
@@ -168,29 +169,29 @@ class Communicator:
     ) -> None:
         """Enqueue a broadcast of device memory on a CUDA stream.
 
-        `deadline_at` is of `time.monotonic`. The first broadcast sets connections up, so it waits for the peers.
+        `deadline_at` is in `time.monotonic`. The first broadcast opens connections, so it waits for the peers.
         """
         if self._handle is None:
-            raise NcclFailed("the communicator was ended")
+            raise NcclFailed("the communicator was aborted")
         result = self._library.ncclBroadcast(address, address, num_bytes, _UINT8, root, self._handle, stream)
         self._finish_call("broadcast", result, deadline_at, check)
 
     def sum(self, address: int, *, stream: int, deadline_at: float, check: Callable[[], None]) -> None:
-        """Enqueue the sum of one float32 of all ranks, in place."""
+        """Enqueue the sum of one float32 over all ranks, in place."""
         if self._handle is None:
-            raise NcclFailed("the communicator was ended")
+            raise NcclFailed("the communicator was aborted")
         result = self._library.ncclAllReduce(address, address, 1, _FLOAT32, _SUM, self._handle, stream)
         self._finish_call("sum", result, deadline_at, check)
 
     def wait(self, is_done: Callable[[], bool], *, deadline_at: float, check: Callable[[], None]) -> None:
-        """Poll `is_done` (a CUDA event's query) until it is true. Raises NcclFailed if the group breaks."""
+        """Poll `is_done` (a CUDA event's query) until it returns True. Raises NcclFailed if the group fails."""
         while not is_done():
             self._finish_call("transfer", _SUCCESS, deadline_at, check)
             check()
             if time.monotonic() > deadline_at:
-                raise NcclFailed("NCCL transfer: not finished in time")
+                raise NcclFailed("NCCL transfer: did not finish before the deadline")
             time.sleep(NCCL_POLL_S)
-        # A broken group also ends what was enqueued: "done" alone proves nothing.
+        # A failed group also ends the enqueued work, so "done" alone proves nothing.
         self._finish_call("transfer", _SUCCESS, deadline_at, check)
 
     def abort(self) -> None:
@@ -200,11 +201,11 @@ class Communicator:
             self._library.ncclCommAbort(handle)
 
     def _finish_call(self, what: str, result: int, deadline_at: float, check: Callable[[], None]) -> None:
-        """Wait until the call under way is through. Raises NcclFailed, or what `check` raises."""
+        """Wait until the current call has completed. Raises NcclFailed, or the error of `check`."""
         state = ctypes.c_int(result)
         try:
             if self._handle is None:
-                raise NcclFailed("the communicator was ended")
+                raise NcclFailed("the communicator was aborted")
             while True:
                 if state.value == _SUCCESS or state.value == _IN_PROGRESS:
                     _check(
@@ -215,7 +216,7 @@ class Communicator:
                     return
                 check()
                 if time.monotonic() > deadline_at:
-                    raise NcclFailed(f"NCCL {what}: the other ranks did not answer in time")
+                    raise NcclFailed(f"NCCL {what}: the other ranks did not respond before the deadline")
                 time.sleep(NCCL_POLL_S)
         except BaseException:
             self.abort()
@@ -228,8 +229,8 @@ def _check(library: ctypes.CDLL, what: str, result: int) -> None:
         raise NcclFailed(f"NCCL {what}: {text}")
 
 
-# NCCL takes these from each process and never reconciles them: where they differ, a join or a broadcast fails or
-# hangs. vLLM sets some in its workers in batch-invariant mode.
+# Each process reads these, and NCCL does not reconcile them: with different values a join or broadcast fails or
+# hangs. vLLM sets some of them in its workers in batch-invariant mode.
 SHARED_SETTINGS = {
     "NCCL_ALGO": "",
     "NCCL_PROTO": "",
@@ -240,13 +241,13 @@ SHARED_SETTINGS = {
     "NCCL_NVLS_ENABLE": "2",
     "NCCL_CUMEM_ENABLE": "-2",
 }
-"""The variables that all ranks of a group must share, each with the value that stands for unset (NCCL 2.28)."""
+"""The variables that all ranks of a group must share, with the value that means unset (NCCL 2.28)."""
 GROUP_JOIN_TIMEOUT_S = 60.0
-TRANSFER_TIMEOUT_S = 600.0  # of one attempt; `Peer.check` usually knows better
+TRANSFER_TIMEOUT_S = 600.0  # per attempt; `Peer.check` usually ends it earlier
 
 
 class _Join(msgspec.Struct):
-    """The sender's message with a receiver's rank in the group; `group_id` None: the group is kept.
+    """The sender's message with a receiver's rank. `group_id` None means that the group is kept.
 
     `settings` are the sender's NCCL variables of `SHARED_SETTINGS`.
     """
@@ -258,7 +259,7 @@ class _Join(msgspec.Struct):
 
 
 class _NcclTransport:
-    """The base of both halves: a rank of a group, with a communicator that lasts until an attempt breaks."""
+    """Base of both sides: a rank of a group, with a communicator that is kept until an attempt fails."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -284,7 +285,7 @@ class _NcclTransport:
         self._leave()
 
     def _begin_attempt(self, peers: Sequence[Peer], layout: Layout) -> None:
-        """Begin an attempt, and leave a group that an earlier attempt has broken."""
+        """Start an attempt, and leave a group that an earlier attempt has broken."""
         if self._is_aborted:
             self._leave()
         self._is_aborted = False
@@ -315,7 +316,7 @@ class _NcclTransport:
 
     def _check(self) -> None:
         if self._is_aborted:
-            raise TransportBroken("the transfer was given up")
+            raise TransportBroken("the transfer was cancelled")
         for peer in self._peers:
             peer.check()
 
@@ -326,12 +327,12 @@ class _NcclTransport:
 
     def _joined(self) -> Communicator:
         if self._communicator is None:
-            raise TransportBroken("there is no NCCL group")
+            raise TransportBroken("the NCCL group was not joined")
         return self._communicator
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """End the group if an exception leaves the block; NCCL's own failures become TransportBroken."""
+        """Leave the group if the block raises. NcclFailed becomes TransportBroken."""
         try:
             yield
         except BaseException as error:
@@ -342,7 +343,7 @@ class _NcclTransport:
 
 
 class NcclSendTransport(_NcclTransport):
-    """The sending half; see `SendTransport`."""
+    """The sending side; see `SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -385,9 +386,9 @@ class NcclSendTransport(_NcclTransport):
 
 
 class NcclReceiveTransport(_NcclTransport):
-    """The receiving half; see `ReceiveTransport`.
+    """The receiving side; see `ReceiveTransport`.
 
-    Buckets arrive in two buffers in turn, the next one while the last is consumed.
+    Buckets arrive alternately in two buffers, so that the next one arrives while the last is consumed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -411,7 +412,7 @@ class NcclReceiveTransport(_NcclTransport):
         sizes = self._layout.bucket_sizes
         arrived = [torch.cuda.Event() for _ in self._buffers]
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)  # whatever used this memory before
+        self._stream.wait_stream(current)  # wait for the previous users of this memory
 
         def receive(bucket: int) -> None:
             turn = bucket % len(arrived)
@@ -425,7 +426,7 @@ class NcclReceiveTransport(_NcclTransport):
             turn = bucket % len(arrived)
             current.wait_event(arrived[turn])
             yield bucket, self._buffers[turn][:size]
-            self._stream.wait_stream(current)  # before the bucket after next comes into this buffer
+            self._stream.wait_stream(current)  # before a later bucket overwrites this buffer
         for event in arrived:
             self._wait(event)
 
@@ -443,7 +444,7 @@ def settings() -> dict[str, str]:
 
 
 def check_settings(theirs: Mapping[str, str]) -> None:
-    """Raise TransportBroken, naming the first variable that differs, unless the sender's are this process's."""
+    """Raise TransportBroken with the first variable that differs between the sender and this process."""
     ours = settings()
     for name, unset in SHARED_SETTINGS.items():
         here, there = (

@@ -1,7 +1,7 @@
-"""The `shm` transport: buckets lie in files of /dev/shm that the sender and the workers of its host have mapped.
+"""The `shm` transport: buckets are in files of /dev/shm that the sender and the workers of its host map.
 
-The sender creates two files for its user alone, with random names, and unlinks them as soon as all workers have
-them open: from then on the memory goes with the last process that maps it, however that ends. On a sender without a
+The sender creates two files with random names, readable only by its user, and unlinks them once all workers have
+opened them: then the memory is freed with the last process that maps it, even after a crash. On a sender without a
 GPU the files are the pack buffers, so nothing is copied before a worker reads.
 """
 
@@ -30,23 +30,24 @@ SHM_PREFIX = "agentloop-"
 
 
 def create_buffer(num_bytes: int) -> Buffer:
-    """Make and map a file of that size; `export` is its path. Raises WeightUpdateFailed without room."""
+    """Create and map a file. `export` is its path. Raises WeightUpdateFailed if memory is short."""
     path = f"{SHM_FOLDER}/{SHM_PREFIX}{secrets.token_hex(16)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)  # or the first write beyond what is free kills the process
+        # Without this, a write beyond the free memory would kill the process
+        os.posix_fallocate(descriptor, 0, num_bytes)
         return Buffer(_map(descriptor, num_bytes), path.encode())
     except OSError as error:
         os.unlink(path)
         raise WeightUpdateFailed(
-            f"{SHM_FOLDER} has no room for a buffer of {num_bytes:,} bytes: {error}"
+            f"cannot allocate a buffer of {num_bytes:,} bytes in {SHM_FOLDER}: {error}"
         ) from error
     finally:
         os.close(descriptor)
 
 
 def unlink(buffers: Sequence[Buffer]) -> None:
-    """Remove the buffers' files; mappings stay. Idempotent."""
+    """Remove the buffers' files. Mappings stay valid. Idempotent."""
     for buffer in buffers:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(buffer.export)
@@ -60,7 +61,7 @@ class HostBuffers:
         self._made_for: tuple[int, frozenset[int]] | None = None
 
     def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Return both buffers: new ones for another size or other connections. Raises WeightUpdateFailed."""
+        """Return both buffers, new ones for another size or other connections. Raises WeightUpdateFailed."""
         if (num_bytes, connections) != self._made_for:
             self.free()
             self._buffers = create_pair(num_bytes)
@@ -68,20 +69,20 @@ class HostBuffers:
         return self._buffers
 
     def free(self) -> None:
-        """Remove and unmap both buffers, which no transport uses any more. Idempotent."""
+        """Remove and unmap both buffers. No transport may use them. Idempotent."""
         unlink(self._buffers)
         self._buffers, self._made_for = (), None
 
 
 class ShmSendTransport(AckedSendTransport):
-    """The sending half; see `SendTransport`."""
+    """The sending side; see `SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._host = HostBuffers()  # where pack buffers are on a GPU
+        self._host = HostBuffers()  # used if the pack buffers are on a GPU
         self._packed: Sequence[Buffer] = ()
         self._shared: Sequence[Buffer] = ()  # the pack buffers themselves, or host memory
-        self._sizes: tuple[int, ...] = ()  # of the buckets
+        self._sizes: tuple[int, ...] = ()  # sizes of the buckets
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self._sizes = layout.bucket_sizes
@@ -111,7 +112,7 @@ class ShmSendTransport(AckedSendTransport):
 
 
 class ShmReceiveTransport(MappedReceiveTransport):
-    """The receiving half; see `ReceiveTransport`.
+    """The receiving side; see `ReceiveTransport`.
 
     Mappings are kept for the next attempt, the bounce buffer of a GPU is not.
     """
@@ -133,7 +134,7 @@ class ShmReceiveTransport(MappedReceiveTransport):
 
 
 def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:
-    """Make two buffers, or none if the second has no room. Raises WeightUpdateFailed."""
+    """Create two buffers, or none if the second does not fit. Raises WeightUpdateFailed."""
     first = create_buffer(num_bytes)
     try:
         return first, create_buffer(num_bytes)
@@ -143,13 +144,13 @@ def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:
 
 
 def _open_buffer(export: bytes, num_bytes: int) -> torch.Tensor:
-    """Map a sender's file. Raises TransportBroken for a path that no sender makes, and OSError."""
+    """Map a sender's file. Raises OSError, and TransportBroken for a path that no sender creates."""
     folder, _, name = os.fsdecode(export).rpartition("/")
     if folder != SHM_FOLDER or not name.startswith(SHM_PREFIX) or "\0" in name:
-        raise TransportBroken("the path is not a buffer's")
+        raise TransportBroken("the path does not belong to a buffer")
     descriptor = os.open(f"{SHM_FOLDER}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.fstat(descriptor).st_size < num_bytes:  # reading beyond a file's end kills the process
+        if os.fstat(descriptor).st_size < num_bytes:  # reading beyond a file's end would kill the process
             raise TransportBroken("the file is shorter than the buffer")
         return _map(descriptor, num_bytes)
     finally:
@@ -157,5 +158,5 @@ def _open_buffer(export: bytes, num_bytes: int) -> torch.Tensor:
 
 
 def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """Map a file as a tensor, which keeps the mapping alive and ends it."""
+    """Map a file as a tensor, which owns the mapping."""
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)

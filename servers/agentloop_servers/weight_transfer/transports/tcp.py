@@ -1,14 +1,14 @@
-"""The `tcp` transport: buckets travel over sockets of their own, once to each host with workers.
+"""The `tcp` transport: buckets are sent over separate sockets, once to each host with workers.
 
-For each attempt the sender listens at the address by which a worker has reached it. The worker opens NUM_STREAMS
-connections with a token that came over the control connection, and reads stripe i of every bucket from connection
-i. They are encrypted if that one is. The sender has a thread for each connection, so a bucket travels while the
-next one is packed.
+For each attempt the sender listens at the address where the worker reached it. The worker opens NUM_STREAMS
+connections with a token from the control connection, and reads stripe i of every bucket from connection i; they
+use TLS if the control connection does. The sender has a thread per connection, so a bucket is sent while the next
+one is packed.
 
-The first worker of a host with several reads into two buffers in /dev/shm, and says when a bucket is there. The
-sender passes that on to its siblings, which have mapped the buffers (as with `shm`), and sends into a buffer again
-only when they have consumed it. A sibling that cannot map them has connections of its own, and so have all workers
-in the attempt after one that broke.
+With several workers on a host, the first reads into two buffers in /dev/shm, which its siblings have mapped (as
+with `shm`). The sender forwards its BucketReady to them, and reuses a buffer only after they have consumed it. A
+sibling that cannot map the buffers gets its own connections, and so do all workers in the attempt after a failed
+one.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from agentloop_servers.weight_transfer.transports.handshake import (
 )
 from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport, create_pair, unlink
 
-NUM_STREAMS = 4  # one connection alone is bound by its window on a long way, and by one core on a fast one
+NUM_STREAMS = 4  # a single connection is limited by its window on a long route, and by one core on a fast one
 POLL_S = 0.05
-ANSWER_TIMEOUT_S = 10.0  # of the sender's port
-HANDSHAKE_TIMEOUT_S = 1.0  # of TLS, and of the token: the next connection waits for it
+ANSWER_TIMEOUT_S = 10.0  # for connecting to the sender's port
+HANDSHAKE_TIMEOUT_S = 1.0  # for TLS and the token; the next connection waits during this time
 TOKEN_BYTES = 16
 
 
 class Connect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sender's word that it listens. Connection i begins with the token and the byte i.
+    """The sender listens on `port`. Connection i starts with the token and the byte i.
 
-    `has_siblings`: the worker answers with the buffers that these map, or none without room. Port 0: the worker is
-    a sibling, and MapBuffers comes next.
+    With `has_siblings` the worker responds with buffers for its siblings, or none if memory is short. Port 0 means
+    that the worker is a sibling, and MapBuffers follows.
     """
 
     port: int = 0
@@ -61,7 +61,7 @@ class Connect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def stripes(size: int) -> list[slice]:
-    """Return the parts of a bucket, one for each connection."""
+    """Return the parts of a bucket, one per connection."""
     bounds = [size * number // NUM_STREAMS for number in range(NUM_STREAMS + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(bounds)]
 
@@ -79,26 +79,26 @@ class _Stream:
         return self._thread.submit(self._connection.sendall, data)
 
     def close(self) -> None:
-        """Close the connection, which ends a write that waits. Idempotent."""
+        """Close the connection, which ends a blocked write. Idempotent."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS's own goes on without it at once
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS's own shutdown would wait
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._connection.close()
 
 
 class TcpSendTransport:
-    """The sending half; see `SendTransport`."""
+    """The sending side; see `SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peers: Sequence[Peer] = ()
-        self._streams: list[list[_Stream]] = []  # of each peer
-        self._buffers: list[torch.Tensor] = []  # of host memory
+        self._streams: list[list[_Stream]] = []  # one list per peer
+        self._buffers: list[torch.Tensor] = []  # host memory
         self._packed: Sequence[Buffer] = ()
-        self._sizes: tuple[int, ...] = ()  # of the buckets
-        self._sending: dict[int, list[Future[None]]] = {}  # by buffer, the bucket sent last at the end
-        self._shared: list[tuple[Peer, AckedSendTransport]] = []  # a host's first worker, and its siblings
-        self._is_unfinished = False  # the last attempt
+        self._sizes: tuple[int, ...] = ()  # sizes of the buckets
+        self._sending: dict[int, list[Future[None]]] = {}  # buffer -> writes of the last bucket in it
+        self._shared: list[tuple[Peer, AckedSendTransport]] = []  # the first worker of a host, and its siblings
+        self._is_unfinished = False  # the last attempt did not finish
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self.abort()
@@ -124,7 +124,7 @@ class TcpSendTransport:
         self._connect([(sibling, False) for sibling in refused])
 
     def _connect(self, workers: Sequence[tuple[Peer, bool]]) -> None:
-        """Open the streams of workers, each given with whether it has siblings. Raises TransportBroken."""
+        """Open the streams of workers, given with the flag `has_siblings`. Raises TransportBroken."""
         with contextlib.ExitStack() as listening:
             waiting = []
             for peer, has_siblings in workers:
@@ -147,8 +147,8 @@ class TcpSendTransport:
                 for streams in self._streams
                 for stream, stripe in zip(streams, stripes(size), strict=True)
             ]
-        except RuntimeError as error:  # its thread has ended
-            raise TransportBroken("the attempt was given up") from error
+        except RuntimeError as error:  # the stream's thread has ended
+            raise TransportBroken("the attempt was cancelled") from error
 
     def wait_free(self, buffer: int) -> None:
         sending = self._sending.pop(buffer, None)
@@ -161,7 +161,7 @@ class TcpSendTransport:
             for one in sending:
                 one.result()
         except OSError as error:
-            raise TransportBroken(f"a connection to a worker broke: {error}") from error
+            raise TransportBroken(f"a connection to a worker failed: {error}") from error
         for first, siblings in self._shared:
             ready = take(first, BucketReady)
             siblings.announce(ready.bucket, ready.buffer)
@@ -186,7 +186,7 @@ class TcpSendTransport:
 
 
 def _accepted(peer: Peer, listener: socket.socket, token: bytes) -> list[_Stream]:
-    """Return a worker's connections in order; strangers' are closed. Raises TransportBroken."""
+    """Return a worker's connections in order, and close connections of others. Raises TransportBroken."""
     found: dict[int, _Stream] = {}
     try:
         while len(found) < NUM_STREAMS:
@@ -214,14 +214,14 @@ def _accepted(peer: Peer, listener: socket.socket, token: bytes) -> list[_Stream
 
 
 class TcpReceiveTransport:
-    """The receiving half; see `ReceiveTransport`."""
+    """The receiving side; see `ReceiveTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._attempt: tuple[Peer, Layout] | None = None
         self._connections: list[socket.socket] = []
-        self._pair: tuple[Buffer, ...] = ()  # of the first worker of a host
-        self._mapped = ShmReceiveTransport(device)  # the same buffers, at its siblings
+        self._pair: tuple[Buffer, ...] = ()  # the buffers of a host's first worker
+        self._mapped = ShmReceiveTransport(device)  # the same buffers in its siblings
         self._is_sibling = False
 
     def begin(self, peer: Peer, layout: Layout) -> None:
@@ -242,7 +242,7 @@ class TcpReceiveTransport:
                 connection.sendall(told.token + bytes([number]))
                 connection.setblocking(False)
         except OSError as error:
-            raise TransportBroken(f"the sender's port {told.port} does not answer: {error}") from error
+            raise TransportBroken(f"cannot connect to the sender's port {told.port}: {error}") from error
         if told.has_siblings:
             with contextlib.suppress(WeightUpdateFailed):
                 self._pair = create_pair(layout.largest_bucket)
@@ -254,7 +254,7 @@ class TcpReceiveTransport:
             with contextlib.closing(self._mapped) as mapped:
                 return (yield from mapped.buckets())
         if self._attempt is None:
-            raise TransportBroken("the attempt was given up")
+            raise TransportBroken("the attempt was cancelled")
         (peer, layout), pair = self._attempt, self._pair
         is_copied = self._device.type != "cpu"
         memories = [buffer.data for buffer in pair] or [
@@ -266,7 +266,7 @@ class TcpReceiveTransport:
             data = memories[number][:size]
             _read(peer, self._connections, memoryview(data.numpy()))
             if pair:
-                unlink(pair)  # its siblings have mapped it before the first bucket came
+                unlink(pair)  # the siblings mapped it before the first bucket arrived
                 post(peer, BucketReady(bucket, number))
             yield bucket, data if held is None else held[:size].copy_(data)
 
@@ -292,7 +292,7 @@ def _read(peer: Peer, connections: Sequence[socket.socket], data: memoryview) ->
             for one, stripe in zip(connections, stripes(len(data)), strict=True):
                 if stripe.start < stripe.stop:
                     ready.register(one, selectors.EVENT_READ, data[stripe])
-            found = list(ready.get_map().values())  # TLS may have bytes already, of which no event tells
+            found = list(ready.get_map().values())  # TLS may have buffered bytes, for which there is no event
             while ready.get_map():
                 peer.check()
                 for key in found:
@@ -303,11 +303,11 @@ def _read(peer: Peer, connections: Sequence[socket.socket], data: memoryview) ->
                         ready.unregister(key.fileobj)
                 found = [key for key, _ in ready.select(POLL_S)]
         except (OSError, ValueError) as error:  # closed by `abort`
-            raise TransportBroken(f"a connection to the sender broke: {error}") from error
+            raise TransportBroken(f"a connection to the sender failed: {error}") from error
 
 
 def _read_some(connection: socket.socket, left: memoryview) -> memoryview:
-    """Read what is there; returns what is still to be filled. Raises OSError, TransportBroken."""
+    """Read the available bytes. Returns the part that is still empty. Raises OSError, TransportBroken."""
     with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
         while left:
             num_bytes = connection.recv_into(left)

@@ -56,7 +56,7 @@ async def test_a_stopped_engine_process_is_found_by_its_steps_and_ended():
             for call in calls:
                 with pytest.raises(EngineLost):
                     await call
-            with pytest.raises(EngineLost, match="hangs: no step for"):
+            with pytest.raises(EngineLost, match="hung: no step for"):
                 await replica.check_health()
             while is_there(core.pid):
                 core.join(0)

@@ -168,19 +168,19 @@ async def test_a_worker_that_lost_its_adapter_finds_the_served_one_again(site: A
 async def test_one_wrong_number_in_a_worker_is_found(site: AdapterSite, layer: str, index: int) -> None:
     await site.process.on_workers("weights_verify_adapter", 1, str(site.two))
     await site.process.on_workers("spoil_adapter", layer, index)
-    with pytest.raises(Exception, match=f"layer {layer} does not hold the adapter's tensors"):
+    with pytest.raises(Exception, match=f"layer {layer} differs from the adapter's tensors"):
         await site.process.on_workers("weights_verify_adapter", 1, str(site.two))
     await site.lora.commit(str(site.two))
 
 
 async def test_an_adapter_that_was_never_loaded_is_found(site: AdapterSite, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="does not hold the adapter's tensors"):
+    with pytest.raises(Exception, match="differs from the adapter's tensors"):
         await site.process.on_workers("weights_verify_adapter", 1, str(site.one))
     tensors = load_file(site.two / "adapter_model.safetensors")
     renamed = {name.replace("layers.0", "layers.9"): tensor for name, tensor in tensors.items()}
     save_file(renamed, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_bytes((site.two / "adapter_config.json").read_bytes())
-    with pytest.raises(Exception, match=r"takes the adapter's model\.layers\.9|does not hold"):
+    with pytest.raises(Exception, match=r"has no layer for the adapter's model\.layers\.9|differs from"):
         await site.process.on_workers("weights_verify_adapter", 1, str(tmp_path))
 
 
