@@ -88,8 +88,8 @@ WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The response to a health check: whether any replica accepts requests. `GET /status` lists what is
-    degraded."""
+    """The response to a health check: whether any replica accepts requests. `GET /status` lists the
+    degraded parts."""
 
     is_ready: bool
     is_degraded: bool
