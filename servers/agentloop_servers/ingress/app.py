@@ -69,17 +69,14 @@ def create_app(
     is_inside: bool = False,
     route_settings: RouteSettings = MappingProxyType({}),
 ) -> FastAPI:
-    """Make the service's HTTP API over a coordinator.
+    """Make the service's HTTP API over a coordinator; `connect` returns the engine at a replica's private URL.
 
-    `connect` returns the engine at a replica's private URL. Weight directories must lie under one of
-    `weight_roots`, image files under one of `image_roots`. `rules` are those of the service's mode. A submit is
-    refused if a task names an unknown loop or reward, a tool outside `tool_names` or a module outside
-    `allowed_imports`. `nodes_without` returns the hosts on which a directory is missing; it blocks. `labels` are
-    for the record routes. `model` is the directory of the engines' initial weights. With an `endpoint` the app
-    serves agents; the caller starts and closes the endpoint's sessions and enters the lifespans of `others`.
-
-    `others` are the apps of other models, mounted at `/models/NAME` and made with `is_inside`: this app's guard
-    protects them.
+    Weight directories must lie under one of `weight_roots`, image files under one of `image_roots`. A submit with
+    an unknown loop or reward, a tool outside `tool_names` or a module outside `allowed_imports` is refused.
+    `nodes_without` returns the hosts on which a directory is missing; it blocks. `model` is the directory of the
+    engines' initial weights. With an `endpoint` the app serves agents; the caller starts and closes the endpoint's
+    sessions and enters the lifespans of `others`, the apps of other models. They are mounted at `/models/NAME` and
+    made with `is_inside`: this app's guard protects them.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
