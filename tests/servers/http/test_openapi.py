@@ -48,7 +48,7 @@ RULES = {
     "a rule between fields": r"give either|needs |above the maximum|differ|two sessions|different sessions|"
     r"exactly one|must be|without tools|there is no (tool|turn)|two tools|holds no |is empty|twice|"
     r"exclude each other|kept for sessions|something else to score|not the client's to set|"
-    r"the arguments have at most|give a rid|an update is a|for \d+ names|workers follow|is below min_version",
+    r"the arguments have at most|give a rid|an update is a|for \d+ names|expected world_size|is below min_version",
     "what no schema says of an image or of a 32-bit float": r"data URL|an image is a|"
     r"takes no images|does not accept images|is not finite",
     "the model's bounds": r"leaves no room|outside \[0|context",

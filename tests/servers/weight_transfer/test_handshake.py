@@ -43,10 +43,10 @@ def test_auto_takes_the_shortest_way(sender, worker, host, chosen):
 @pytest.mark.parametrize(
     ("asked", "sender", "worker", "host", "reason"),
     [
-        (TransportKind.IPC, "gpu-0", "gpu-0", "there", "would need the transport tcp, not ipc"),
-        (TransportKind.NCCL, CPU, "gpu-1", "here", "would need the transport shm, not nccl"),
-        (TransportKind.NCCL, "gpu-0", "gpu-0", "here", "would need the transport ipc, not nccl"),
-        (TransportKind.IPC, "gpu-0", "gpu-1", "here", "would need the transport nccl, not ipc"),
+        (TransportKind.IPC, "gpu-0", "gpu-0", "there", "needs the transport tcp, but ipc was requested"),
+        (TransportKind.NCCL, CPU, "gpu-1", "here", "needs the transport shm, but nccl was requested"),
+        (TransportKind.NCCL, "gpu-0", "gpu-0", "here", "needs the transport ipc, but nccl was requested"),
+        (TransportKind.IPC, "gpu-0", "gpu-1", "here", "needs the transport nccl, but ipc was requested"),
         (TransportKind.SHM, "gpu-0", "gpu-1", "there", "another host"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_convolution_is_compared():
     stored = {"0.weight": model[0].weight.detach().clone()}
     assert compare_layers(model, stored.keys(), stored.__getitem__) == (1, 0)
     stored["0.weight"][5, 1, 0, 1] += 1
-    with pytest.raises(RuntimeError, match="layer 0 does not hold"):
+    with pytest.raises(RuntimeError, match="layer 0 differs from the checkpoint"):
         compare_layers(model, stored.keys(), stored.__getitem__)
 
 
