@@ -1,4 +1,4 @@
-"""Metrics on their way: from each process to the coordinator, and from there into Prometheus' text."""
+"""Metrics: each process reports them to the coordinator, which writes them in the text format of Prometheus."""
 
 from __future__ import annotations
 
