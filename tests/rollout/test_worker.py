@@ -571,7 +571,9 @@ async def test_a_loop_and_an_environment_must_not_both_give_the_reward():
 async def test_a_tool_without_a_score_is_told():
     tool = Counter()
     tool.open_session = lambda trajectory_id, seed: calculator
-    assert (await with_counter(tool, "Done.")).reward_error == "tool 'count': a FunctionTool has no score()"
+    assert (await with_counter(tool, "Done.")).reward_error == (
+        "tool 'count': its session FunctionTool has no score(), but the tool sets score_timeout_s"
+    )
 
 
 async def test_a_lost_replica_costs_a_retry_elsewhere():
