@@ -140,7 +140,7 @@ async def test_the_pieces_of_a_submit_share_one_staleness_limit(service: Service
         rollout = await client.submit(tasks_of(25), **limit)  # type: ignore[arg-type]
         await client.submit(tasks_of(1), max_staleness=2, run_id="run")
         await client.submit(tasks_of(1))
-        with pytest.raises(InvalidRequest, match="needs max_staleness"):
+        with pytest.raises(InvalidRequest, match="requires max_staleness"):
             await client.submit(tasks_of(1), trajectories_per_version=4)
     assert len(rollout.rollout_ids) > 2
     groups = [group for part in service.coordinator.groups.values() for group in part.values()]
@@ -372,7 +372,7 @@ async def test_annotations_go_in_few_calls(service: Service, monkeypatch: pytest
         tokens = [np.linspace(-1, 1, len(record.path.response_ids)) for record in records]
         await client.annotate_all("advantage", zip(records, ([one] for one in tokens), strict=True))
         await client.annotate(records[0], "score", 0.5)
-        with pytest.raises(InvalidRequest, match="not finite"):
+        with pytest.raises(InvalidRequest, match="must be finite"):
             await client.annotate(records[0], "score", float("nan"))
     calls = service.coordinator.annotated
     assert [(len(given), given[0].name) for given in calls] == [
