@@ -366,7 +366,7 @@ def test_a_missing_or_empty_task_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot read"):
         load_tasks(tmp_path / "absent")
     (tmp_path / "empty").touch()
-    with pytest.raises(InvalidRequest, match="holds no task"):
+    with pytest.raises(InvalidRequest, match="contains no task"):
         load_tasks(tmp_path / "empty")
 
 

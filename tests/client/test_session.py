@@ -136,7 +136,7 @@ async def test_the_first_error_is_the_one_that_is_seen(service: FakeSessions) ->
 
         with pytest.raises(ZeroDivisionError):
             await fail()
-        with pytest.raises(AgentLoopError, match="no answer"):
+        with pytest.raises(AgentLoopError, match="no response"):
             await client.session().__aenter__()
 
 

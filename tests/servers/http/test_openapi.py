@@ -45,9 +45,10 @@ CHAINS = {
 }
 """Calls that are made with what the ones before answered: the ids of sessions and rollouts above all."""
 RULES = {
-    "a rule between fields": r"give either|needs |requires |above the maximum|differ|two sessions|different sessions|"
+    "a rule between fields": r"give either|needs |requires |above the maximum|differ|two sessions|"
     r"exactly one|must be|without tools|there is no (tool|turn)|two tools|holds no |is empty|twice|"
-    r"exclude each other|cannot be combined|is greater than|kept for sessions|not the client's to set|"
+    r"different sessions|exclude each other|cannot be combined|is greater than|"
+    r"kept for sessions|not the client's to set|"
     r"the arguments have at most|give a rid|an update is a|for \d+ names|expected world_size|is below min_version",
     "what no schema says of an image or of a 32-bit float": r"data URL|an image is a|takes no images|finite 32-bit",
     "the model's bounds": r"leaves no room|outside \[0|context",
