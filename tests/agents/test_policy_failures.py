@@ -226,7 +226,7 @@ async def test_an_agent_that_its_deadline_ends_is_data(site: AgentSite) -> None:
 
     in_no_time = replace(TASK, limits=replace(TASK.limits, timeout_s=1.5))
     record, kept = await site.run(never_ends, "The answer is 5.", task=in_no_time)
-    assert record.error == "the agent did not end within 1.5 s"
+    assert record.error == "the agent did not finish within 1.5 s (limits.timeout_s)"
     assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.DEADLINE, True, 1.0)
     assert (kept.is_truncated, kept.path.is_trainable) == (True, True)
 
