@@ -50,7 +50,8 @@ RULES = {
     r"different sessions|exclude each other|cannot be combined|is greater than|"
     r"kept for sessions|not the client's to set|"
     r"the arguments have at most|give a rid|an update is a|for \d+ names|expected world_size|is below min_version",
-    "what no schema says of an image or of a 32-bit float": r"data URL|an image must be a|takes no images|finite 32-bit",
+    "what no schema says of an image or of a 32-bit float": r"data URL|an image must be|takes no images|"
+    r"finite 32-bit",
     "the model's bounds": r"leaves no room|outside \[0|context",
     "what is not implemented": r"not supported|images are not fetched|only text is answered|"
     r"one prompt a request in|cannot be continued|not edited|engine cannot|broadcast is not taken",
