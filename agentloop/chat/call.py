@@ -97,7 +97,7 @@ class CallKey:
     digest: bytes
     retry_count: int = 0
     is_unique: bool = True  # the digest names one client's call; False: other clients may send equal calls
-    was_refused: bool = False  # an equal call was refused before its session recorded it
+    num_refused: int = 0  # equal first attempts that were rejected before their session received them
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,11 +201,18 @@ class Session:
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    async def call(self, chat_call: ChatCall, key: CallKey) -> ChatResult:
-        """Answer a call; durable when this returns. A cancelled caller gives the call up if it was the last to
-        wait. Raises SessionFinished, Overloaded, InvalidRequest and its kinds for what cannot be served,
-        DeadlineExceeded, ServiceUnavailable (the journal), and what the engine raised."""
+    async def call(
+        self, chat_call: ChatCall, key: CallKey, begin: Callable[[str, str], None] | None = None
+    ) -> ChatResult:
+        """Answer a call; durable on return. `begin` gets the ids of the session and the call once it is accepted.
+
+        If the last waiting caller is cancelled, the call is given up. Raises SessionFinished, Overloaded,
+        InvalidRequest and its subclasses for a call that cannot be served, DeadlineExceeded, ServiceUnavailable
+        (the journal), and the errors of the engine.
+        """
         entered = self._enter(chat_call, key, is_streamed=False)
+        if begin is not None:
+            begin(self.shown_id, entered.call_id)
         if isinstance(entered, ChatResult):
             return entered
         is_answered = False
@@ -258,19 +265,22 @@ class Session:
         if self._closed is not None:
             raise self._closed
         earlier = self._table.continued_by(key) if key.retry_count > 0 else None
-        if earlier is not None:
+        is_restart = key.retry_count > 0 and earlier is None and self._table.num_unanswered(key) > 0
+        if earlier is not None or is_restart:
             self._parts.tally.count("calls_repeated_total")
-        if isinstance(earlier, LiveCall) and earlier.failure is None:
+        if isinstance(earlier, LiveCall):
             earlier.join()
             self._table.note_client(earlier.call_id, key)
             return earlier
         self._require_open("it takes no calls")
         if self._record.is_revoked:
             raise Forbidden(f"session {self.shown_id} was revoked: it takes no calls")
-        if isinstance(earlier, CallRecord) and earlier.state is ModelCallState.COMMITTED and not earlier.error:
+        if earlier is not None:
             self._table.note_client(earlier.call_id, key)
             return self._answer_again(earlier)
         live = self._start(chat_call, key, is_streamed=is_streamed)
+        if is_restart:
+            self._table.note_restart(key)
         self._table.note_client(live.call_id, key)
         return live
 
@@ -621,8 +631,10 @@ class Session:
             return
         if live.result is not None:
             live.succeed(live.result)
-        else:
-            live.fail(failure)
+            return
+        if not live.is_begun:
+            self._table.note_unrecorded(live)
+        live.fail(failure)
 
     def _open_call(self, live: LiveCall) -> None:
         """Write down that a call is open, then have it. If this raises, nothing is kept."""

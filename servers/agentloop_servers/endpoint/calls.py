@@ -81,12 +81,12 @@ async def answer_calls(
     calls = [bounded(request, call) for call in chat_calls]
     try:
         async with AsyncExitStack() as places:
-            places.enter_context(endpoint.noting_refusal(owner, session_id, key.digest))
+            accept = places.enter_context(endpoint.noting_refusal(owner, session_id, key))
             # A refused call must not leave a session behind, so the places come first.
             for _ in calls:
                 places.enter_context(endpoint.hold_call_place(owner))
             sessions = [await places.enter_async_context(_session_of_call(request, endpoint, name)) for _ in calls]
-            works = [session.call(call, key) for session, call in zip(sessions, calls, strict=True)]
+            works = [session.call(call, key, accept) for session, call in zip(sessions, calls, strict=True)]
             results = await unless_client_leaves(request, side_by_side(works))
             if results is None:
                 raise ClientDisconnect
@@ -133,10 +133,16 @@ async def stream_call(
     async def sent() -> AsyncGenerator[bytes, None]:
         # A stream sends keep-alives, so the client's read timeout does not bound the whole answer.
         ready = b""
-        with endpoint.noting_refusal(owner, session_id, key.digest), endpoint.hold_call_place(owner):
+        with endpoint.noting_refusal(owner, session_id, key) as accept, endpoint.hold_call_place(owner):
+
+            def accepted(shown_id: str, call_id: str) -> None:
+                accept(shown_id, call_id)
+                if begin is not None:
+                    begin(shown_id, call_id)
+
             async with (
                 _session_of_call(request, endpoint, name) as session,
-                aclosing(session.stream(call, key, begin)) as pieces,
+                aclosing(session.stream(call, key, accepted)) as pieces,
             ):
                 async for piece in pieces:
                     ready += b"".join(sse(event, event["type"] if are_named else None) for event in write(piece))
@@ -332,10 +338,10 @@ async def call_key(request: Request, endpoint: Endpoint, body_session_id: str | 
     if (idempotency_key := request.headers.get(IDEMPOTENCY_HEADER)) is not None:
         digest.update(b"\0" + idempotency_key.encode())
         return CallKey(digest.digest(), min(max(count, 1), _MAX_RETRY_COUNT)), session_id
-    was_refused = session_id is not None and endpoint.was_refused(
-        caller_of(request).owner, session_id, digest.digest()
+    num_refused = (
+        0 if session_id is None else endpoint.num_refused(caller_of(request).owner, session_id, digest.digest())
     )
-    return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT), False, was_refused), session_id
+    return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT), False, num_refused), session_id
 
 
 def _read_timeout_s(request: Request) -> float | None:

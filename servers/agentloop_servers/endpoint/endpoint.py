@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from agentloop.api.coordinator import NamedAdapter
 from agentloop.api.owners import adapter_named
-from agentloop.chat.call import ChatModel
+from agentloop.chat.call import CallKey, ChatModel
 from agentloop.errors import AgentLoopError, ModelNotFound, Overloaded
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer
@@ -76,7 +76,7 @@ class Endpoint:
     """Asks the coordinator for the adapters that are served by name; None: none can be."""
     others: Mapping[str, Endpoint] = field(default_factory=dict)  # of the models beside this one, by name
     num_open_calls: int = field(default=0, init=False)
-    _refused: dict[str, dict[tuple[str, bytes], None]] = field(default_factory=dict, init=False)
+    _num_refused: dict[str, dict[tuple[str, bytes], int]] = field(default_factory=dict, init=False)
 
     @property
     def chat_model(self) -> ChatModel:
@@ -143,25 +143,30 @@ class Endpoint:
         if self.shards is not None:
             self.shards.check_is_here(session_id)
 
-    def was_refused(self, owner: str, session_id: str, digest: bytes) -> bool:
-        """Return True if an equal call of this user's session failed before."""
-        return (session_id, digest) in self._refused.get(owner, ())
+    def num_refused(self, owner: str, session_id: str, digest: bytes) -> int:
+        """Return the number of a session's equal first attempts that were rejected (`noting_refusal`)."""
+        return self._num_refused.get(owner, {}).get((session_id, digest), 0)
 
     @contextmanager
-    def noting_refusal(self, owner: str, session_id: str | None, digest: bytes) -> Iterator[None]:
-        """Remember a call whose block fails, in memory: its retry must not take an equal call's answer.
+    def noting_refusal(
+        self, owner: str, session_id: str | None, key: CallKey
+    ) -> Iterator[Callable[[str, str], None]]:
+        """Count a first attempt whose block fails before the session accepts it, in memory. Yields the function to
+        call with the ids of the session and of the call when the session accepts it.
 
-        The session may not exist yet, and what failed before the call began has no record in it.
+        Such an attempt may precede its session and has no record in it, but the client's retry must not get the
+        answer of another client's equal call (`CallTable.continued_by`).
         """
+        accepted: list[str] = []
         try:
-            yield
+            yield lambda _, call_id: accepted.append(call_id)
         except BaseException:
-            if session_id is not None:
-                refused = self._refused.setdefault(owner, {})
-                refused.pop((session_id, digest), None)
-                refused[session_id, digest] = None
-                if len(refused) > _MAX_REFUSED:
-                    del refused[next(iter(refused))]
+            # A rejected retry adds no client: its first attempt is counted here or recorded by the session.
+            if session_id is not None and not accepted and key.retry_count == 0:
+                counts = self._num_refused.setdefault(owner, {})
+                counts[session_id, key.digest] = counts.pop((session_id, key.digest), 0) + 1
+                if len(counts) > _MAX_REFUSED:
+                    del counts[next(iter(counts))]
             raise
 
     @contextmanager
