@@ -135,7 +135,7 @@ async def test_a_user_has_its_limits_and_others_have_theirs(users: Users) -> Non
     sessions = [(await users.ask("a1", "POST", "/sessions", {}))[1] for _ in range(4)]
     status, refused = await users.ask("a1", "POST", "/sessions", {})
     assert (status, refused["error"]["code"]) == (429, "overloaded")
-    assert "alice has 4 sessions open" in refused["error"]["message"]
+    assert "user 'alice' has 4 open sessions" in refused["error"]["message"]
     assert (await users.ask("b", "POST", "/sessions", {}))[0] == 200
     paths = [f"/sessions/{one['session_id']}/v1/chat/completions" for one in sessions]
     calls = [asyncio.create_task(users.ask("a1", "POST", path, CALL)) for path in paths[:2]]
