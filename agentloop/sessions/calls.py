@@ -288,12 +288,15 @@ class CallTable:
         Agents that sample a prompt several times send equal bodies. So without a unique digest a call is continued
         only if no other client can be waiting for its answer.
         """
-        answerable = [call for call in self._equal_calls(key) if _can_answer(call)]
+        equal = self._equal_calls(key)
+        if key.is_unique:
+            return equal[-1] if equal and _can_answer(equal[-1]) else None
+        answerable = [call for call in equal if _can_answer(call)]
         is_only = len(answerable) == 1 and not self.num_unanswered(key)
         for call in reversed(answerable):
             # A client counts its retries up: an equal or higher count of the call belongs to another client.
             is_later = self._retry_counts.get(call.call_id, 0) < key.retry_count
-            if key.is_unique or (is_later and (is_only or call.call_id in self._lost)):
+            if is_later and (is_only or call.call_id in self._lost):
                 return call
         return None
 
