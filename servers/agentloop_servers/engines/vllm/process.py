@@ -22,6 +22,7 @@ from agentloop.values.capabilities import Feature
 from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line, slow_step_s
 from agentloop_servers.engines.common.versions import require_driven
+from agentloop_servers.engines.vllm import step_logprobs
 from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
 from agentloop_servers.engines.vllm.scheduler import COMMIT_AND_RESUME
@@ -304,7 +305,9 @@ class VllmProcess:
                 param="quantization",
             )
         loggers = [lambda *_: self.scheduler_stats, *([PrometheusStatLogger] if self._config.has_metrics else [])]
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+        llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+        step_logprobs.install(llm)
+        return llm
 
 
 def _kill_engines() -> None:

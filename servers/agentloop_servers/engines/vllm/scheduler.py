@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentloop.engine.canary import CANARY_PREFIX
+from agentloop_servers.engines.vllm.step_logprobs import StepLogprobs
 from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod
 
 SCHEDULER = f"{__name__}.make_scheduler"
@@ -26,7 +27,7 @@ COMMIT_AND_RESUME = "agentloop_commit_and_resume"
 
 
 def make_scheduler(**arguments: Any) -> Any:
-    """Construct vLLM's scheduler for this configuration, with `CanaryFirst` in front of it."""
+    """Construct vLLM's scheduler for this configuration, with `CanaryFirst` and `StepLogprobs`."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -34,7 +35,8 @@ def make_scheduler(**arguments: Any) -> Any:
     end_with_parent()
     setattr(EngineCore, COMMIT_AND_RESUME, commit_and_resume)
     is_async = arguments["vllm_config"].scheduler_config.async_scheduling
-    return type("CanaryScheduler", (CanaryFirst, AsyncScheduler if is_async else Scheduler), {})(**arguments)
+    bases = (CanaryFirst, StepLogprobs, AsyncScheduler if is_async else Scheduler)
+    return type("CanaryScheduler", bases, {})(**arguments)
 
 
 def commit_and_resume(core: Any, number: int, version: str) -> list[tuple[Any, str]]:

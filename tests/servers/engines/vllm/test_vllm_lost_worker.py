@@ -55,5 +55,5 @@ async def test_a_killed_worker_ends_the_engine() -> None:
                 await engine.sleep(1)  # its processes hold no memory: its partner's turn can begin
     finally:
         await engine.close()
-    gone, alive = psutil.wait_procs(started, timeout=30)
+    _, alive = psutil.wait_procs(started, timeout=30)
     assert not alive
