@@ -241,7 +241,7 @@ def test_the_password_is_in_one_file_of_the_run_and_in_no_other_process(
     assert PASSWORD not in f"{setup} {config!r} {config.model_dump()} {config.model_dump_json()}"
     url = f"postgresql://db/x?password={PASSWORD}"
     engine = {"kind": "simulated", "device": "cpu", "load_format": "dummy"}
-    with pytest.raises(ValueError, match="nobody pushes weights") as refused:
+    with pytest.raises(ValueError, match="weights are not pushed in this mode") as refused:
         ServiceConfig.model_validate({"model": "m", "mode": "debug", "engine": engine, "store": url})
     assert PASSWORD not in str(refused.value)
 

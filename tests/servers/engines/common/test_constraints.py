@@ -60,7 +60,7 @@ BAD = {
         schema({"properties": {f"p{index}": {} for index in range(500)}, "minProperties": 250}),
         "at most 64 properties",
     ),
-    "many patterns": (schema({"anyOf": [{"pattern": f"a{index}"} for index in range(65)]}), "64 patterns"),
+    "many patterns": (schema({"anyOf": [{"pattern": f"a{index}"} for index in range(65)]}), "the limit is 64"),
     "slow pattern": (schema({"properties": {"a": {"type": "string", "pattern": "((a?){100}){100}"}}}), SLOW),
     "no regex": (regex("(("), "not closed"),
     "lookahead": (regex("(?=a)b"), "Lookahead"),
