@@ -152,7 +152,7 @@ WIDE = {"tensor_parallel_size": 2, "hosts": 2}
         ({"engine": {"gpu_share": 0.5, "data_parallel_size": 2}}, "gpu_share 0.5 requires a replica with one GPU, not 2"),
         ({"engine": {"lora_rank": 7}}, "1, 8, 16"),
         ({"engine": {"max_loras": 4}}, "max_loras requires lora_rank"),
-        ({"engine": {"max_loras": 4, "kind": "sglang"}}, "max_loras: adapters by name are served by vLLM only"),
+        ({"engine": {"max_loras": 4, "kind": "sglang"}}, "max_loras is not supported by SGLang: adapters by name"),
         ({"engine": {"max_loras": 4, "lora_rank": 8, "load_format": "dummy"}}, "max_loras requires load_format auto"),
         ({"engine": {"hosts": 0}}, "greater than or equal to 1"),
         ({"engine": {"hosts": 2}}, "multiple of hosts: 1 ranks cannot be spread evenly over 2 hosts"),

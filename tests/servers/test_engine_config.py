@@ -97,7 +97,7 @@ def test_each_kind_gets_its_own_configuration():
         ({"engines": [{"kind": "vllm", "name": "No Spaces"}]}, "should match pattern"),
         ({"engines": [{"kind": "vllm", "settings": {"any": 1}}]}, "settings: the kind vllm has no additional settings"),
         ({"engines": [{"attention_backend": "fa3"}]}, "use `settings.attention_backend`"),
-        ({"engines": [{"kind": "sglang", "data_parallel_size": 2}]}, "SGLang takes no data_parallel_size"),
+        ({"engines": [{"kind": "sglang", "data_parallel_size": 2}]}, "data_parallel_size 2 is not supported by SGLang"),
         (
             {"engines": [{"kind": "vllm"}, {"kind": "sglang", "load_format": "dummy"}], "mode": "debug"},
             "engine sglang: mode debug requires load_format auto",
