@@ -379,7 +379,7 @@ def test_requests_end_in_a_pause_with_what_they_have(scheduler: Scheduler, is_cl
     scheduler.ask("requests_resume")
     run(scheduler, 12)
     assert (len(first.output_ids), len(second.output_ids)) == (3, 9)
-    with pytest.raises(RuntimeError, match="only in a pause"):
+    with pytest.raises(RuntimeError, match="requires a paused scheduler"):
         scheduler.ask("requests_end", codec.encode(("b",)))
 
 
