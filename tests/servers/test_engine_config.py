@@ -81,13 +81,22 @@ def test_each_kind_gets_its_own_configuration():
         ({"engines": TWO, "replicas": 2}, "`engines` replaces `engine` and `replicas`"),
         ({"engines": []}, "at least 1 item"),
         ({"engines": [{"kind": "simulated"}, {"kind": "simulated"}]}, "two engines are named simulated"),
-        ({"engines": [{"kind": "simulated"}, {"kind": "vllm"}]}, "only one of the engines simulated and vllm is simulated"),
-        ({"engines": [{"kind": "vllm", "lora_rank": 8}, {"kind": "sglang"}]}, "only one of the engines vllm and sglang has a lora_rank"),
+        (
+            {"engines": [{"kind": "simulated"}, {"kind": "vllm"}]},
+            "only one of the engines simulated and vllm is simulated",
+        ),
+        (
+            {"engines": [{"kind": "vllm", "lora_rank": 8}, {"kind": "sglang"}]},
+            "only one of the engines vllm and sglang has a lora_rank",
+        ),
         (
             {"engines": [{"lora_rank": 8, "max_loras": 4}, {"lora_rank": 8, "name": "other"}]},
             "engine other has max_loras None and vllm 4",
         ),
-        ({"engines": [{"kind": "vllm"}, {"kind": "sglang", "logprobs_mode": "both"}]}, "engine sglang has logprobs_mode both and vllm sampled"),
+        (
+            {"engines": [{"kind": "vllm"}, {"kind": "sglang", "logprobs_mode": "both"}]},
+            "engine sglang has logprobs_mode both and vllm sampled",
+        ),
         (
             {"engines": [{"kind": "vllm"}, {"kind": "vllm", "name": "b", "quantization": "fp8"}]},
             "engine b has quantization fp8 and vllm None",
@@ -95,9 +104,15 @@ def test_each_kind_gets_its_own_configuration():
         ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times was removed"),
         ({"engines": [{"kind": "vllm", "model": "other"}]}, "all engines serve the service's `model`"),
         ({"engines": [{"kind": "vllm", "name": "No Spaces"}]}, "should match pattern"),
-        ({"engines": [{"kind": "vllm", "settings": {"any": 1}}]}, "settings: the kind vllm has no additional settings"),
+        (
+            {"engines": [{"kind": "vllm", "settings": {"any": 1}}]},
+            "settings: the kind vllm has no additional settings",
+        ),
         ({"engines": [{"attention_backend": "fa3"}]}, "use `settings.attention_backend`"),
-        ({"engines": [{"kind": "sglang", "data_parallel_size": 2}]}, "data_parallel_size 2 is not supported by SGLang"),
+        (
+            {"engines": [{"kind": "sglang", "data_parallel_size": 2}]},
+            "data_parallel_size 2 is not supported by SGLang",
+        ),
         (
             {"engines": [{"kind": "vllm"}, {"kind": "sglang", "load_format": "dummy"}], "mode": "debug"},
             "engine sglang: mode debug requires load_format auto",

@@ -170,7 +170,10 @@ async def test_an_answer_without_a_verdict_is_no_score(answer: str) -> None:
         ({"models": [{"name": "a", "model": "m"}], "cluster": {}}, "one host"),
         ({"turns": {}}, "`turns` requires several models"),
         ({"models": [{"name": "a", "model": "m"}], "turns": {}}, "`turns` requires several models"),
-        ({"models": [{"name": "a", "model": "m", "engine": {"load_format": "dummy"}}]}, "weights are not pushed in this mode"),
+        (
+            {"models": [{"name": "a", "model": "m", "engine": {"load_format": "dummy"}}]},
+            "weights are not pushed in this mode",
+        ),
     ],
 )
 def test_models_that_do_not_go_together_are_refused(changed: dict[str, Any], names: str) -> None:

@@ -110,7 +110,7 @@ class Keys:
         if self.has_admin or not self.is_open:
             return None
         return (
-            "no keys are configured: any request from this machine may pause, update and cancel, including a request"
+            "no keys are configured: any request from this machine can pause, update and cancel, including one"
             " that an agent sends without its key; if agents are not trusted, set AGENTLOOP_KEY and"
             " AGENTLOOP_ADMIN_KEY, or `users`"
         )

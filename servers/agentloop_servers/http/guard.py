@@ -64,7 +64,7 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a
 _HAS_PORT = re.compile(r":\d{1,5}\Z")
 _FOR_THIS_MACHINE = (
     "this service has no keys, so it accepts requests from this machine only: call it as localhost or 127.0.0.1,"
-    " not from another site's page, or start it with a user key and an admin key (AGENTLOOP_KEY, AGENTLOOP_ADMIN_KEY)"
+    " not from another site's page, or configure a user key and an admin key (AGENTLOOP_KEY, AGENTLOOP_ADMIN_KEY)"
 )
 _WHITE_SPACE = " \t"  # optional white space around the value of a header
 _HOST = re.compile(r"[A-Za-z0-9._\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
@@ -433,7 +433,7 @@ class HttpGuard:
         num_bytes = sum(len(name) + len(value) for name, value in raw)
         if len(raw) > limits.max_headers or num_bytes > limits.max_header_bytes:
             return HeadersTooLarge(
-                f"the request has {len(raw)} headers of {num_bytes} bytes: the limit is {limits.max_headers} headers"
+                f"{len(raw)} headers of {num_bytes} bytes: the limit is {limits.max_headers} headers"
                 f" and {limits.max_header_bytes} bytes"
             )
         hosts = headers.getlist("host")

@@ -86,7 +86,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         values.add_output(SampledTokens(), wrong, 0)
     with pytest.raises(MalformedEngineResponse, match="without its raw logprob"):
         values.add_output(SampledTokens(LogprobsMode.BOTH), output([5], None, [[(-1.0, 5, None)]]), 0)
-    with pytest.raises(MalformedEngineResponse, match="fewer tokens"):
+    with pytest.raises(MalformedEngineResponse, match="alternatives for 1 tokens, but sampled 2"):
         values.add_output(SampledTokens(), output([5, 6], None, [[(-1.0, 5, None)]]), 1)
 
 

@@ -488,7 +488,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self._lifecycle.check_sleep(level, can_sleep=self._config.can_sleep)
         if level == 2 and self._config.lora_rank is not None:
             raise InvalidRequest(
-                "level 2 discards the base weights, which an engine with adapters does not receive again: use level 1",
+                "level 2 discards the base weights, which are not pushed to an engine with adapters: use level 1",
                 param="level",
             )
         try:
