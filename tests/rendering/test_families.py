@@ -374,7 +374,9 @@ def test_a_base_model_ends_turns_as_its_template_does(tmp_path: Path):
 def test_a_folder_without_a_tokenizer_is_refused_with_the_names_of_its_files(tmp_path: Path):
     folder = write_family(tmp_path, "kimi_k2")
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-    with pytest.raises(TemplateError, match=r"tokenizer.json: no such file, nor tekken.json or tiktoken.model"):
+    with pytest.raises(
+        TemplateError, match=r"tokenizer.json does not exist, and the folder has no tekken.json or tiktoken.model"
+    ):
         TemplateRenderer.from_directory(folder)
 
 

@@ -60,7 +60,7 @@ def test_a_file_says_names_keys_and_limits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("users: [", "no YAML"),
+        ("users: [", "not valid YAML"),
         ("people: []", "users: Field required"),
         ("users: []", "users"),
         ("users: [{name: a b}]", r"users\.0\.name"),
@@ -76,7 +76,7 @@ def test_a_bad_file_is_refused_by_its_name_and_field(tmp_path: Path, text: str, 
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=rf"users\.yaml.*{names}"):
         load_users(path)
-    with pytest.raises(InvalidRequest, match="cannot read the users"):
+    with pytest.raises(InvalidRequest, match="cannot read the user file"):
         load_users(tmp_path / "absent")
 
 

@@ -190,7 +190,7 @@ def a_package(folder: Path, name: str, distribution: str, version: str) -> None:
         (
             *("0.5.18", True, True),
             "sglang 0.5.18; the adapter is tested with 0.5.17 and 0.5.23; "
-            "`allow_untested: true` in the engine's config starts it",
+            "to start it anyway, set `allow_untested: true` in `engine`",
         ),
         ("0.5.17", False, True, "sglang 0.5.17; its wheels run on NVIDIA GPUs only"),
         ("0.5.17", True, False, "sglang 0.5.17, its kernels: not installed"),

@@ -60,7 +60,7 @@ BAD = {
         schema({"properties": {f"p{index}": {} for index in range(500)}, "minProperties": 250}),
         "at most 64 properties",
     ),
-    "many patterns": (schema({"anyOf": [{"pattern": f"a{index}"} for index in range(65)]}), "64 patterns"),
+    "many patterns": (schema({"anyOf": [{"pattern": f"a{index}"} for index in range(65)]}), "the limit is 64"),
     "slow pattern": (schema({"properties": {"a": {"type": "string", "pattern": "((a?){100}){100}"}}}), SLOW),
     "no regex": (regex("(("), "not closed"),
     "lookahead": (regex("(?=a)b"), "Lookahead"),
@@ -156,7 +156,7 @@ async def test_the_verdict_depends_on_cpu_time_alone() -> None:
     with pytest.raises(InvalidRequest, match="CPU time"):
         await trials.check(regex("slow"))
     for index in range(MAX_TRIALS - 2):  # none of them blocks the next
-        with pytest.raises(ServiceUnavailable, match="repeat the request") as starved:
+        with pytest.raises(ServiceUnavailable, match="retry the request") as starved:
             await trials.check(regex(f"starved {index}"))
         assert (starved.value.http_status, starved.value.retryable) == (503, True)
     started[1].verdict.set_result("")
@@ -165,5 +165,5 @@ async def test_the_verdict_depends_on_cpu_time_alone() -> None:
     for constraint in (regex("starved 6"), regex("starved 7")):
         with pytest.raises(ServiceUnavailable):
             await trials.check(constraint)
-    with pytest.raises(ServiceUnavailable, match="the most at a time"):
+    with pytest.raises(ServiceUnavailable, match="which is the limit"):
         await trials.check(regex("one more"))
