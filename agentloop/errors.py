@@ -1,56 +1,56 @@
-"""Every error the service raises on purpose.
+"""All errors that the service raises deliberately.
 
     AgentLoopError
-    ├── InvalidRequest                  400  the caller's fault; `param` names the field
-    │   ├── ContextLengthExceeded            the prompt does not fit
+    ├── InvalidRequest                  400  the caller's fault; `param` is the field
+    │   ├── ContextLengthExceeded            the prompt does not fit into the context
     │   ├── CheckpointUnreadable             the weights cannot be read or do not fit the model
-    │   │   ├── PointerMissing               a store of versions without `latest`
-    │   │   ├── PointerWentBack              `latest` is before what is served or published
-    │   │   ├── WrongRun                     the store has other runs' versions
-    │   │   ├── VersionMissing               a version, or one that it is a delta to, is not in the store
+    │   │   ├── PointerMissing               a store of versions has no `latest`
+    │   │   ├── PointerWentBack              `latest` is older than the served or published version
+    │   │   ├── WrongRun                     the store has the versions of another run
+    │   │   ├── VersionMissing               a version, or the base of its delta, is not in the store
     │   │   ├── VersionDamaged               a torn file or index
-    │   │   ├── WrongBase                    a delta to another version than the one that is there
-    │   │   ├── LayoutMismatch               names, dtypes or shapes are not the base's
-    │   │   └── ChecksumMismatch             a tensor is not what was published
-    │   └── UnsupportedParameter             it would change the meaning of the answer, and is not implemented
+    │   │   ├── WrongBase                    a delta relative to a version other than the current one
+    │   │   ├── LayoutMismatch               names, dtypes or shapes differ from the base's
+    │   │   └── ChecksumMismatch             a tensor differs from the published one
+    │   └── UnsupportedParameter             not implemented, and ignoring it would change the result
     ├── Unauthorized                    401
-    ├── Forbidden                       403  a good key without the right
-    │   └── StoreRefused                         a store of versions takes no credentials of ours
+    ├── Forbidden                       403  a valid key without permission
+    │   └── StoreRefused                         a store of versions refuses our credentials
     ├── NotFound                        404
     │   ├── ModelNotFound
     │   ├── SessionNotFound
-    │   └── ResponseNotFound                 no turn of the caller has this id of a response or of an item
-    ├── Conflict                        409  not possible in the present state
-    │   ├── SessionFinished                  a call that came after its session's end
-    │   ├── AdapterInUse                     calls are in flight under it
-    │   └── WeightVersionNotServed           no weights that the call accepts: retry once they are
-    ├── Gone                            410  a session that has expired
-    │   └── SessionLost                      it was on a host that is lost
-    ├── Overloaded                      429  a bound is reached; later it can work
-    │   └── AdaptersFull                         every place has an adapter, or calls in flight pin it
+    │   └── ResponseNotFound                 no turn of the caller has this response or item id
+    ├── Conflict                        409  not possible in the current state
+    │   ├── SessionFinished                  the session has ended before the call
+    │   ├── AdapterInUse                     calls or rollouts use the adapter
+    │   └── WeightVersionNotServed           no accepted weight version is served: retry later
+    ├── Gone                            410  an expired session
+    │   └── SessionLost                      the session was on a lost host
+    ├── Overloaded                      429  a limit is reached; retry later
+    │   └── AdaptersFull                         every adapter slot is in use
     ├── DeadlineExceeded                504
     ├── EngineError                     500
     │   ├── EnginePaused                503  retry after the resume
-    │   ├── EngineLost                  503  process or connection gone: retry on another replica
+    │   ├── EngineLost                  503  the process or connection is lost: retry on another replica
     │   │   └── EngineUnreachable            no connection: the request was not received
-    │   ├── EngineUnusable              503  weights of unknown state: retry on another replica
-    │   └── MalformedEngineResponse     502  lengths, ids or logprobs that cannot be; never stored
+    │   ├── EngineUnusable              503  the state of the weights is unknown: retry on another replica
+    │   └── MalformedEngineResponse     502  invalid lengths, ids or logprobs; never stored
     ├── NoHealthyReplica                503
-    ├── ServiceUnavailable              503  a part of the service is starting, restarting or gone
-    │   └── StoreUnreachable                     no answer from a store of versions
-    ├── StorageFull                     507  the disk is full or cannot be written: nothing was lost, make room
-    ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
-    │   └── WeightsRefused                   they arrived, and make the model noise: not finite or all-equal logits
+    ├── ServiceUnavailable              503  a part of the service is starting, restarting or lost
+    │   └── StoreUnreachable                     a store of versions does not respond
+    ├── StorageFull                     507  the disk is full or not writable: no data is lost, free disk space
+    ├── WeightUpdateFailed              500  no replica serves partial weights; the message names the failed ones
+    │   └── WeightsRefused                   the weights arrived, but their logits are not finite or all equal
     ├── TemplateError                   400  the chat template cannot be used
     │   └── TemplateNotPrefixStable          a later turn does not extend the earlier tokens
-    ├── ParserMismatch                  400  the parser does not read what the model's chat format writes
+    ├── ParserMismatch                  400  the parser cannot read the model's chat format
     ├── ToolError                            becomes a tool message; never ends a trajectory
-    ├── ToolLost                             by no fault of the policy: ends its trajectory
+    ├── ToolLost                             ends its trajectory; the policy is not at fault
     ├── RewardError                          becomes a failed reward; never loses a trajectory
-    └── InvariantBroken                 500  a bug: misaligned data, spans that do not tile
+    └── InvariantBroken                 500  a bug: misaligned data, spans with gaps
 
-`code` is stable and machine-readable; `retryable` says whether the same call can succeed later or elsewhere.
-All survive pickling (Ray) and `to_wire`/`from_wire` (HTTP). Nobody matches on message text.
+`code` is stable and machine-readable. `retryable` is true if the same call can succeed later or on another replica.
+All errors can be pickled (Ray) and converted with `to_wire` and `from_wire` (HTTP). No code matches message texts.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from typing import Any, ClassVar
 
 
 class AgentLoopError(Exception):
-    """Base of all. `str(error)` is one clear line; `param` names the request's field at fault, if there is one."""
+    """Base class. `str(error)` is one line; `param` is the invalid field of the request, if any."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None, details: Mapping[str, Any] | None = None) -> None:
-        """`details` are facts for the caller, as JSON."""
+        """`details` is additional JSON data for the caller."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -78,7 +78,7 @@ class AgentLoopError(Exception):
         return _rebuild, (type(self), self.message, self.param, self.details)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the body of an error answer, in the OpenAI envelope."""
+        """Return the body of an error response, in the OpenAI envelope."""
         kind = "invalid_request_error" if self.http_status < 500 else "server_error"
         body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": body if self.details is None else {**body, "details": self.details}}
@@ -91,7 +91,7 @@ def _rebuild(
 
 
 def from_wire(body: Any, status: int) -> AgentLoopError:
-    """Return the error of an answer, as its own class where `code` is known. Never raises."""
+    """Return the error of a response, as the class of its `code` or else of its HTTP status. Never raises."""
     envelope = body.get("error") if isinstance(body, dict) else None
     if not isinstance(envelope, dict):
         envelope = {}
@@ -107,7 +107,7 @@ def from_wire(body: Any, status: int) -> AgentLoopError:
 
 
 def _walk(cls: type[AgentLoopError]) -> list[type[AgentLoopError]]:
-    return [cls, *(found for child in cls.__subclasses__() for found in _walk(child))]
+    return [cls, *(descendant for child in cls.__subclasses__() for descendant in _walk(child))]
 
 
 class InvalidRequest(AgentLoopError):
@@ -199,8 +199,10 @@ class AdapterInUse(Conflict):
 
 
 class WeightVersionNotServed(Conflict):
-    """No replica serves weights that the call accepts. `details` has `served`, and the answer so far, if any, as
-    `token_ids`, `logprobs` and `weight_versions`."""
+    """No replica serves a weight version that the call accepts.
+
+    `details` has `served` and, for a partial answer, `token_ids`, `logprobs` and `weight_versions`.
+    """
 
     code, retryable = "weight_version_not_served", True
 
@@ -290,7 +292,7 @@ class ToolError(AgentLoopError):
 
 
 class ToolLost(AgentLoopError):
-    """A tool's part of a trajectory is lost, by no fault of the policy: the trajectory ends as `tool_failed`."""
+    """A tool's session is lost and the policy is not at fault. The trajectory ends as `tool_failed`."""
 
     code = "tool_lost"
 
@@ -307,7 +309,7 @@ MAX_ERROR_LINE_CHARS = 1000
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """Return the seconds of a `Retry-After` header; None without one, and for a date."""
+    """Return the seconds of a `Retry-After` header; None if it is missing or a date."""
     try:
         return max(0.0, float(header or ""))
     except ValueError:
@@ -317,23 +319,23 @@ def retry_after_s(header: str | None) -> float | None:
 def error_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message, for a record.
 
-    Any error has one: a message that cannot be made is left out, text that UTF-8 cannot hold is escaped.
+    Never raises: a message whose `__str__` fails is omitted, and text that UTF-8 cannot encode is escaped.
     """
     try:
         first_line = next(iter(str(error).splitlines()), "")
-    except BaseException:  # its __str__ is user code too
+    except BaseException:  # __str__ may be user code
         first_line = ""
     line = f"{type(error).__name__}: {first_line[:MAX_ERROR_LINE_CHARS]}" if first_line else type(error).__name__
     return line.encode(errors="backslashreplace").decode()
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the first error in a group of tasks' errors that is no group itself."""
+    """Return the first error in nested exception groups, or the error itself if it is not a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def error_trace(error: BaseException) -> str:
-    """Return the last frames of an error's traceback, for a log. Safe where `__str__` raises."""
+    """Return the last 8 frames of an error's traceback, for a log. Safe if `__str__` raises."""
     return "".join(traceback.format_exception(error, limit=-8))

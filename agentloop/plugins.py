@@ -1,7 +1,7 @@
-"""Import paths, `package.module:attribute`: how a task or a configuration names a user's loop, reward or tool.
+"""Import paths, `package.module:attribute`, by which tasks and configurations name a user's loop, reward or tool.
 
-Resolving one runs the module's own code, which can raise anything. What may be named is the caller's decision, not
-this module's.
+Resolving an import path runs the module's code, which can raise anything. The caller decides which import paths are
+allowed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,30 @@ FAILURE_MEMORY_S = 60.0
 LOAD_TIMEOUT_S = 60.0
 
 DISTRIBUTION = "agentloop-rollouts"
-"""What the package index calls us; it has another author's `agentloop`."""
+"""Our name on the package index, where `agentloop` belongs to another author."""
 
 _FAILURES = (Exception, SystemExit, BaseExceptionGroup)
-"""What user code raises as it is loaded. A KeyboardInterrupt may be the user's own; in a thread it is an error."""
+"""Exceptions of user code while it is loaded.
+
+KeyboardInterrupt is not one, because the user may have pressed Ctrl-C.
+"""
 
 _NAME = r"[^\W\d]\w*"
-# A module's name is a file's name: importlib takes 02_loop, which the import statement does not.
+# importlib accepts module names such as 02_loop, which the import statement does not.
 _PATH = re.compile(rf"\w+(?:\.\w+)*:{_NAME}(?:\.{_NAME})*", re.ASCII)
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs one of our extras; the distribution is not on the package index yet."""
+    """Return the command that installs one of our extras."""
+    # The distribution is not on the package index yet.
     return f"in a checkout of agentloop: pip install -e '.[{extra}]'"
 
 
 def resolve_extra(path: str, extra: str) -> object:
-    """Return what `resolve` does, of a module that needs one of our extras. Raises InvalidRequest that names it."""
+    """Resolve an import path of a module that needs one of our extras.
+
+    InvalidRequest names the command to install it.
+    """
     try:
         return resolve(path, param=extra)
     except InvalidRequest as error:
@@ -49,53 +56,55 @@ def resolve_extra(path: str, extra: str) -> object:
 
 
 def resolve(path: str, *, param: str) -> object:
-    """Return the object that `path` names; dots after the colon reach into it.
+    """Return the object at an import path. Dots after the colon select nested attributes.
 
-    Raises InvalidRequest, with `param` as the field at fault, for bad syntax, a module that is missing or fails to
-    import, or a missing attribute.
+    Raises InvalidRequest with `param` for invalid syntax, a module that is missing or fails to import, and a
+    missing attribute.
     """
     if _PATH.fullmatch(path) is None:
-        raise InvalidRequest(f"{path!r} is not an import path; write package.module:attribute", param=param)
+        raise InvalidRequest(
+            f"{path!r} is not an import path: expected the form package.module:attribute", param=param
+        )
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"cannot import {path!r}: no module named {error.name!r}", param=param) from error
-    except _FAILURES as error:  # the module's own code failed; a script even exits
+    except _FAILURES as error:  # the module's own code failed or, in a script, called exit
         raise InvalidRequest(f"cannot import {path!r}: {error_line(error)}", param=param) from error
     try:
         return reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
         raise InvalidRequest(f"module {module_name!r} has no attribute {attribute!r}", param=param) from error
-    except _FAILURES as error:  # a module's __getattr__ is its own code too
+    except _FAILURES as error:  # a module may have a __getattr__ function
         raise InvalidRequest(f"cannot import {path!r}: {error_line(error)}", param=param) from error
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedImports:
-    """The import paths that a task may name: those in `modules`, or within one of them.
+    """The import paths that tasks may use: those of `modules` and their submodules. None allows all.
 
-    None allows any. With a list a path ends with one name: dots would reach through a module into those that it
-    imports. A module's own names are allowed all, also those that it imported.
+    With a list, the attribute must be a single name, because dots could reach other modules through imported ones.
+    All names of an allowed module are allowed, including imported ones.
     """
 
     modules: tuple[str, ...] | None = None
 
     def check(self, name: str, *, param: str) -> None:
-        """Raises Forbidden for an import path that is not allowed. A name without a colon is no import path."""
+        """Raise Forbidden for an import path that is not allowed. Names without a colon are not import paths."""
         if self.modules is None or ":" not in name:
             return
         module, _, attribute = name.partition(":")
-        is_listed = any(module == one or module.startswith(f"{one}.") for one in self.modules)
+        is_listed = any(module == listed or module.startswith(f"{listed}.") for listed in self.modules)
         if not is_listed or "." in attribute:
-            allowed = ", ".join(f"{one}:NAME" for one in self.modules) or "none"
+            allowed = ", ".join(f"{listed}:NAME" for listed in self.modules) or "none"
             raise Forbidden(
                 f"{name!r} may not be imported here. Allowed by workers.allowed_imports: {allowed}", param=param
             )
 
 
 def made(maker: Callable[[], T], refusal: str, *, param: str) -> T:
-    """Return the object that a user's class or function makes. Raises InvalidRequest: `refusal`, and why."""
+    """Call a user's class or function. If it fails, raises InvalidRequest with `refusal` and the error."""
     try:
         return maker()
     except AgentLoopError:
@@ -113,10 +122,10 @@ class _Failure:
 
 
 class LoadedOnce(Generic[T]):
-    """Users' objects by name or import path, each loaded once, in a thread: a module's code may take long, or hang.
+    """A cache of users' objects by name or import path, each loaded once.
 
-    Names are loaded at once where that runs no user code. A failure is kept for a minute, and raised at once to
-    later callers. Bounded: the first loaded is dropped first.
+    Objects are loaded in a thread, because a module's code may be slow or hang, unless loading runs no user code. A
+    failure is cached for FAILURE_MEMORY_S. At most MAX_LOADED objects are kept; the oldest is dropped first.
     """
 
     def __init__(
@@ -127,7 +136,7 @@ class LoadedOnce(Generic[T]):
         timeout_s: float = LOAD_TIMEOUT_S,
         shipped: Collection[str] = (),
     ) -> None:
-        """`load` takes a registered name or an import path. Those in `shipped` are the service's own."""
+        """`load` loads a registered name or an import path. `shipped` are the built-in names."""
         self._load = load
         self._shipped = shipped
         self._param = param
@@ -136,7 +145,7 @@ class LoadedOnce(Generic[T]):
         self._loading: dict[str, asyncio.Task[T | _Failure]] = {}
 
     async def get(self, name: str) -> T:
-        """Return the object of a name. Raises InvalidRequest, whatever its code raised."""
+        """Return the object with this name. Raises InvalidRequest for any failure of its code."""
         if name in self._shipped or _runs_no_code(name):
             return self._load(name)
         task = self._loading.get(name)
@@ -144,10 +153,10 @@ class LoadedOnce(Generic[T]):
             task = self._loading[name] = self._tasks.start(self._loaded(name))
             if len(self._loading) > MAX_LOADED:
                 del self._loading[next(iter(self._loading))]
-        found = await asyncio.shield(task)
-        if isinstance(found, _Failure):
-            raise InvalidRequest(found.message, param=self._param)
-        return found
+        loaded = await asyncio.shield(task)
+        if isinstance(loaded, _Failure):
+            raise InvalidRequest(loaded.message, param=self._param)
+        return loaded
 
     async def _loaded(self, name: str) -> T | _Failure:
         try:
@@ -156,7 +165,7 @@ class LoadedOnce(Generic[T]):
                 return loaded
         except Exception as error:
             if deadline.expired():
-                message = f"cannot import {name!r}: not done within {self._timeout_s:g} s"
+                message = f"cannot import {name!r}: the import did not finish within {self._timeout_s:g} s"
             else:
                 message = (
                     str(error)
@@ -167,15 +176,15 @@ class LoadedOnce(Generic[T]):
 
 
 def _is_forgotten(task: asyncio.Task[T | _Failure]) -> bool:
-    found = task.result() if task.done() else None
-    return isinstance(found, _Failure) and found.is_forgotten_at <= asyncio.get_running_loop().time()
+    result = task.result() if task.done() else None
+    return isinstance(result, _Failure) and result.is_forgotten_at <= asyncio.get_running_loop().time()
 
 
 def _runs_no_code(path: str) -> bool:
-    """Tell if to load this is but to look: a plain object or class of a module that is imported already."""
+    """Return True if loading runs no user code: the module is imported, and a class has no constructor."""
     module_name, _, attribute = path.partition(":")
-    found = vars(sys.modules[module_name]).get(attribute) if module_name in sys.modules else None
-    if isinstance(found, type):
-        makers = [getattr(found, name) is getattr(object, name) for name in ("__init__", "__new__")]
-        return type(found) is type and all(makers)
-    return found is not None
+    target = vars(sys.modules[module_name]).get(attribute) if module_name in sys.modules else None
+    if isinstance(target, type):
+        makers = [getattr(target, name) is getattr(object, name) for name in ("__init__", "__new__")]
+        return type(target) is type and all(makers)
+    return target is not None

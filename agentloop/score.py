@@ -1,8 +1,8 @@
-"""Scores: what reward functions, loops, tool sessions and agents say of a trajectory, and how a record takes it.
+"""Scores of trajectories, from reward functions, loops, tool sessions and agents.
 
-One number is a score; a `Score` has named components and metrics beside it, and numbers for single turns, paths and
-tokens. `scored` is the only place where a score enters a record. It is checked as a whole before that, so that a
-record has all of a score or nothing. A trajectory that is not complete is never trained on, whatever its score.
+A score is a number, or a `Score` with named components, metrics, and rewards of turns, paths and tokens. Only
+`scored` writes a score into a record. It validates the complete score first, so that a record has all values of a
+score or none. An incomplete trajectory is never trainable, regardless of its score.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from agentloop.types import TRUNCATIONS, FinishReason, FloatArray, TokenPath, Tr
 from agentloop.values.endings import NOT_THE_POLICYS
 
 MAX_NAMES = 256
-"""Components, and likewise metrics, of one trajectory."""
+"""The maximum number of components, and of metrics, of one trajectory."""
 
 MAX_SCORE_NAME_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class PathScore:
-    """The score of one path. `turns` has a number or None for each of the path's turns, or nothing.
+    """The score of one path. `turns` is empty, or has a number or None for each turn of the path.
 
-    `tokens` is one-dimensional, with one reward for each token of the response; those of observed tokens are
-    ignored. `is_trainable` can only take a path away from the trainer.
+    `tokens` has shape (response tokens,); rewards of observed tokens are ignored. `is_trainable` can only exclude a
+    path from training.
     """
 
     reward: float | None = None
@@ -43,25 +43,25 @@ class PathScore:
 class Score:
     """A score of one trajectory. All numbers are finite; names have 1 to 128 characters.
 
-    `paths` are named by their place in `Trajectory.paths`, or by the id of their last turn, which is also right
-    while a session goes on. Turns are named by `Turn.turn_id`.
+    The keys of `paths` are indexes in `Trajectory.paths`, or ids of the paths' last turns, which remain valid while
+    a session continues. The keys of `turn_rewards` are `Turn.turn_id`.
     """
 
-    reward: float | None = None  # of the whole; None: this one says nothing of it
-    components: Mapping[str, float] = field(default_factory=dict)  # the parts that a reward is made of
-    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers to look at, not to train on
-    main: PathScore | None = None  # of `Trajectory.path`, the latest path of the main conversation
+    reward: float | None = None  # the trajectory's reward; None: not set by this score
+    components: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward
+    metrics: Mapping[str, float] = field(default_factory=dict)  # recorded, but not used for training
+    main: PathScore | None = None  # the score of `Trajectory.path`, the latest path of the main conversation
     paths: Mapping[int | str, PathScore] = field(default_factory=dict)
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
-    untrainable_turns: tuple[str, ...] = ()  # the paths that have them as their own turns are not trained on
+    untrainable_turns: tuple[str, ...] = ()  # paths with one of these as an own turn are not trainable
 
     @property
     def is_empty(self) -> bool:
-        """True if it holds no value."""
+        """True if no value is set."""
         return self == _EMPTY
 
     def updated(self, newer: Score) -> Score:
-        """Return this score with a newer one's values over it: numbers of one name or place are replaced."""
+        """Return this score with the values of a newer one, which replace existing values."""
         return Score(
             reward=self.reward if newer.reward is None else newer.reward,
             components={**self.components, **newer.components},
@@ -73,13 +73,16 @@ class Score:
         )
 
     def joined(self, other: Score) -> Score:
-        """Return the values of two independent scores. Raises RewardError for a value in both."""
+        """Return the union of two independent scores.
+
+        Raises RewardError if both set the reward or the same name.
+        """
         pairs = ((self.components, other.components, "component"), (self.metrics, other.metrics, "metric"))
         for mine, theirs, kind in pairs:
-            if twice := sorted(mine.keys() & theirs.keys()):
-                raise RewardError(f"two scores name the {kind} {twice[0]!r}")
+            if duplicates := sorted(mine.keys() & theirs.keys()):
+                raise RewardError(f"two scores set the {kind} {duplicates[0]!r}: rename one of them")
         if self.reward is not None and other.reward is not None:
-            raise RewardError("two scores have a reward; let a reward function choose")
+            raise RewardError("two scores set a reward: add a reward function to the task, which overrides both")
         return self.updated(other)
 
 
@@ -87,28 +90,28 @@ _EMPTY = Score()
 
 
 def score_of(value: object) -> Score:
-    """Return a number or a `Score` as a score. Raises RewardError for anything else.
+    """Convert a number to a `Score`. Raises RewardError for other types.
 
-    Only the type is checked: `resolved` looks at the rest.
+    The values of a `Score` are not validated here, but in `resolved`.
     """
     if isinstance(value, Score):
         return value
     if not isinstance(value, Real):
-        raise RewardError(f"a reward is a number or a Score, not {type(value).__name__}")
-    return Score(reward=_number(value, "a reward"))
+        raise RewardError(f"the reward must be a number or a Score, not {type(value).__name__}")
+    return Score(reward=_number(value, "the reward"))
 
 
 def checked(score: Score) -> Score:
-    """Return the score with its numbers as floats and its arrays as they are stored. Raises RewardError, one line.
+    """Return the score with validated numbers and names, converted to floats and float32 arrays.
 
-    Nothing is compared with a trajectory: see `resolved`.
+    Raises RewardError with a one-line message. See `resolved` for the comparison with a trajectory.
     """
     return Score(
-        reward=None if score.reward is None else _number(score.reward, "a reward"),
+        reward=None if score.reward is None else _number(score.reward, "the reward"),
         components=_named(score.components, "component"),
         metrics=_named(score.metrics, "metric"),
         main=None if score.main is None else _checked_path(score.main, "the main path"),
-        paths={name: _checked_path(one, f"path {name}") for name, one in score.paths.items()},
+        paths={name: _checked_path(path_score, f"path {name}") for name, path_score in score.paths.items()},
         turn_rewards={
             turn_id: _number(reward, f"the reward of turn {turn_id!r}")
             for turn_id, reward in score.turn_rewards.items()
@@ -118,36 +121,44 @@ def checked(score: Score) -> Score:
 
 
 def resolved(score: Score, trajectory: Trajectory) -> Score:
-    """Return the score, checked against the trajectory, with turns and paths (by their last turns) named by ids.
+    """Validate a score against its trajectory, and replace path indexes by the ids of the paths' last turns.
 
-    So it can travel, and stays right while a session grows. Raises RewardError, one line, for what does not fit.
+    The result can be serialized and remains valid while a session grows. Raises RewardError with a one-line
+    message.
     """
     score, paths = checked(score), trajectory.paths
     known = {turn.turn_id for path in paths for turn in path.turns}
     for turn_id in (*score.turn_rewards, *score.untrainable_turns):
         if turn_id not in known:
-            raise RewardError(f"there is no turn {str(turn_id)[:MAX_SCORE_NAME_CHARS]!r}")
-    places: dict[int | str, int] = {place: place for place in range(len(paths))}
-    places |= {path.turns[-1].turn_id: place for place, path in enumerate(paths) if path.turns}
-    if unknown := [name for name in score.paths if name not in places]:
-        raise RewardError(f"no path of {len(paths)} is {str(unknown[0])[:MAX_SCORE_NAME_CHARS]!r}, or ends with it")
-    named = [(places[name], one) for name, one in score.paths.items()]
+            name = str(turn_id)[:MAX_SCORE_NAME_CHARS]
+            raise RewardError(f"unknown turn {name!r}: the trajectory has {len(known)} turns, see Turn.turn_id")
+    indexes: dict[int | str, int] = {index: index for index in range(len(paths))}
+    indexes |= {path.turns[-1].turn_id: index for index, path in enumerate(paths) if path.turns}
+    if unknown := [name for name in score.paths if name not in indexes]:
+        key = str(unknown[0])[:MAX_SCORE_NAME_CHARS]
+        raise RewardError(
+            f"unknown path {key!r}: expected an index below {len(paths)} or the id of a path's last turn"
+        )
+    named = [(indexes[name], path_score) for name, path_score in score.paths.items()]
     if score.main is not None:
         if not paths:
-            raise RewardError("there is no main path to score: nothing was rendered")
+            raise RewardError("the score has a main path, but the trajectory has no path: nothing was rendered")
         named.append((trajectory.main_conversation[-1], score.main))
     turn_rewards, path_scores = dict(score.turn_rewards), dict[int | str, PathScore]()
-    for place, one in named:
-        path, label = paths[place], f"path {place}"
-        _check_lengths(one, path, label)
-        pairs = zip(path.turns, one.turns, strict=False)
+    for index, path_score in named:
+        path, label = paths[index], f"path {index}"
+        _check_lengths(path_score, path, label)
+        pairs = zip(path.turns, path_score.turns, strict=False)
         turn_rewards.update({turn.turn_id: reward for turn, reward in pairs if reward is not None})
-        path_scores[path.turns[-1].turn_id] = replace(one, turns=())
+        path_scores[path.turns[-1].turn_id] = replace(path_score, turns=())
     return replace(score, main=None, paths=path_scores, turn_rewards=turn_rewards)
 
 
 def scored(trajectory: Trajectory, score: Score) -> Trajectory:
-    """Return the trajectory with a score over the one it has. Raises RewardError as `resolved`."""
+    """Return the trajectory with the values of a score, which replace existing values.
+
+    Raises RewardError, like `resolved`.
+    """
     if score.is_empty:
         return trajectory
     score = resolved(score, trajectory)
@@ -162,7 +173,7 @@ def scored(trajectory: Trajectory, score: Score) -> Trajectory:
 
 
 def scored_or_told(trajectory: Trajectory, score: Score) -> Trajectory:
-    """Return the trajectory with the score; if that does not fit, with the reason in `reward_error`."""
+    """Return the trajectory with the score or, if the score is invalid, with the reason in `reward_error`."""
     try:
         return scored(trajectory, score)
     except RewardError as error:
@@ -173,20 +184,20 @@ def scored_or_told(trajectory: Trajectory, score: Score) -> Trajectory:
 def scored_group(
     group: Sequence[Trajectory], function: Callable[[Sequence[Trajectory]], Sequence[float | Score]]
 ) -> list[Trajectory]:
-    """Return a group with the scores that a function gives its complete trajectories at once, such as ranks.
+    """Return a group with scores from a function of all its complete trajectories, such as ranks.
 
-    Scores are over those that there are. Raises RewardError, also for another number of scores.
+    The scores replace existing values. Raises RewardError for an invalid score or a different number of scores.
     """
-    whole = [one for one in group if one.is_complete]
-    scores = list(function(whole)) if whole else []
-    if len(scores) != len(whole):
-        raise RewardError(f"{len(scores)} scores of {len(whole)} complete trajectories")
-    left = iter(scores)
-    return [scored(one, score_of(next(left))) if one.is_complete else one for one in group]
+    complete = [trajectory for trajectory in group if trajectory.is_complete]
+    scores = list(function(complete)) if complete else []
+    if len(scores) != len(complete):
+        raise RewardError(f"the function returned {len(scores)} scores for {len(complete)} complete trajectories")
+    remaining = iter(scores)
+    return [scored(each, score_of(next(remaining))) if each.is_complete else each for each in group]
 
 
 def ended(trajectory: Trajectory) -> Trajectory:
-    """Return a record with `is_truncated` set by its end, and without trainable paths unless it is complete."""
+    """Return a record with `is_truncated` set and, if it is not complete, with all paths untrainable."""
     turns = trajectory.path.turns if trajectory.paths else ()
     is_cut = bool(turns) and turns[-1].finish_reason is not FinishReason.STOP
     paths = trajectory.paths
@@ -196,10 +207,8 @@ def ended(trajectory: Trajectory) -> Trajectory:
 
 
 def judged(trajectory: Trajectory) -> Trajectory:
-    """Return a scored record, without its reward if the infrastructure or a weight update ended it.
-
-    Such a reward describes an unfinished conversation, and would distort its group's baseline.
-    """
+    """Return a scored record, without its reward if the infrastructure or a weight update ended it."""
+    # Such a reward is for an unfinished conversation and would distort the baseline of its group.
     is_failed = trajectory.failure in NOT_THE_POLICYS
     return replace(trajectory, reward=None) if is_failed and trajectory.reward is not None else trajectory
 
@@ -223,16 +232,18 @@ def _scored_path(path: TokenPath, score: Score, untrainable: set[str]) -> TokenP
 def _check_lengths(score: PathScore, path: TokenPath, label: str) -> None:
     num_turns, num_tokens = len(path.turns), len(path.response_ids)
     if not path.turns:
-        raise RewardError(f"{label} has no turn to score")
+        raise RewardError(f"{label} has no turns, so it cannot have a score")
     if score.turns and len(score.turns) != num_turns:
-        raise RewardError(f"{label} has {num_turns} turns, its score {len(score.turns)}")
+        raise RewardError(f"{label} has {num_turns} turns, but its score has {len(score.turns)} turn rewards")
     if score.tokens is not None and len(score.tokens) != num_tokens:
-        raise RewardError(f"{label} has {num_tokens} response tokens, its score {len(score.tokens)} token rewards")
+        raise RewardError(
+            f"{label} has {num_tokens} response tokens, but its score has {len(score.tokens)} token rewards"
+        )
 
 
 def _checked_path(score: PathScore, label: str) -> PathScore:
     if not isinstance(score, PathScore):
-        raise RewardError(f"the score of {label} is a PathScore, not {type(score).__name__}")
+        raise RewardError(f"the score of {label} must be a PathScore, not {type(score).__name__}")
     return PathScore(
         reward=None if score.reward is None else _number(score.reward, f"the reward of {label}"),
         turns=tuple(
@@ -248,30 +259,30 @@ def _tokens(tokens: FloatArray, label: str) -> FloatArray:
     try:
         array = np.asarray(tokens, np.float32)
     except (TypeError, ValueError) as error:
-        raise RewardError(f"the token rewards of {label} are no array of numbers") from error
+        raise RewardError(f"the token rewards of {label} must be an array of numbers") from error
     if array.ndim != 1 or not np.isfinite(array).all():
-        raise RewardError(f"the token rewards of {label} are not finite numbers in one row")
+        raise RewardError(f"the token rewards of {label} must be a one-dimensional array of finite numbers")
     return array
 
 
 def _named(numbers: Mapping[str, float], kind: str) -> dict[str, float]:
     if not isinstance(numbers, Mapping):
-        raise RewardError(f"{kind}s are numbers by name, not {type(numbers).__name__}")
+        raise RewardError(f"{kind}s must be a mapping from names to numbers, not {type(numbers).__name__}")
     if len(numbers) > MAX_NAMES:
-        raise RewardError(f"{len(numbers)} {kind}s are more than {MAX_NAMES}")
+        raise RewardError(f"the score has {len(numbers)} {kind}s; the maximum is {MAX_NAMES}")
     for name in numbers:
         if not isinstance(name, str) or not 0 < len(name) <= MAX_SCORE_NAME_CHARS:
-            raise RewardError(f"the name of a {kind} is a text of 1 to {MAX_SCORE_NAME_CHARS} characters")
+            raise RewardError(f"the name of a {kind} must be a str of 1 to {MAX_SCORE_NAME_CHARS} characters")
     return {name: _number(value, f"the {kind} {name!r}") for name, value in numbers.items()}
 
 
 def _number(value: Any, label: str) -> float:
     if not isinstance(value, Real):
-        raise RewardError(f"{label} is a number, not {type(value).__name__}")
+        raise RewardError(f"{label} must be a number, not {type(value).__name__}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"{label} is finite, not {number}")
+        raise RewardError(f"{label} must be finite, not {number}")
     return number

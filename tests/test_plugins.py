@@ -21,7 +21,7 @@ def test_resolves_an_attribute_and_reaches_into_it() -> None:
     ["", "os", "os:", ":join", "os.path.join", "os:path:join", "os:__import__('x')", "../os:x", "os :path", "ös:x"],
 )
 def test_bad_syntax_is_refused(path: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"write package\.module:attribute") as caught:
+    with pytest.raises(InvalidRequest, match=r"expected the form package\.module:attribute") as caught:
         resolve(path, param="loop")
     assert caught.value.param == "loop"
 

@@ -84,30 +84,39 @@ def test_a_turn_takes_the_paths_away_that_own_it():
 @pytest.mark.parametrize(
     ("score", "problem"),
     [
-        (Score(float("nan")), "a reward is finite, not nan"),
-        (Score("1"), "a reward is a number, not str"),
-        (Score(components={"a": float("inf")}), "the component 'a' is finite, not inf"),
-        (Score(metrics={"a": None}), "the metric 'a' is a number, not NoneType"),
-        (Score(metrics=[1.0]), "metrics are numbers by name, not list"),
-        (Score(metrics={"": 1.0}), "the name of a metric is a text of 1 to 128 characters"),
-        (Score(components={f"c{i}": 0.0 for i in range(257)}), "257 components are more than 256"),
-        (Score(turn_rewards={"7": 1.0}), "there is no turn '7'"),
-        (Score(untrainable_turns=("7",)), "there is no turn '7'"),
-        (Score(paths={3: PathScore()}), "no path of 3 is '3', or ends with it"),
-        (Score(paths={"0": PathScore()}), "no path of 3 is '0', or ends with it"),
-        (Score(10**400), "a reward is finite, not inf"),
-        (Score(paths={0: 1.0}), "the score of path 0 is a PathScore, not float"),
-        (Score(main=PathScore(turns=(1.0,))), "path 1 has 2 turns, its score 1"),
+        (Score(float("nan")), "the reward must be finite, not nan"),
+        (Score("1"), "the reward must be a number, not str"),
+        (Score(components={"a": float("inf")}), "the component 'a' must be finite, not inf"),
+        (Score(metrics={"a": None}), "the metric 'a' must be a number, not NoneType"),
+        (Score(metrics=[1.0]), "metrics must be a mapping from names to numbers, not list"),
+        (Score(metrics={"": 1.0}), "the name of a metric must be a str of 1 to 128 characters"),
+        (Score(components={f"c{i}": 0.0 for i in range(257)}), "the score has 257 components; the maximum is 256"),
+        (Score(turn_rewards={"7": 1.0}), "unknown turn '7': the trajectory has 4 turns, see Turn.turn_id"),
+        (Score(untrainable_turns=("7",)), "unknown turn '7': the trajectory has 4 turns, see Turn.turn_id"),
+        (
+            Score(paths={3: PathScore()}),
+            "unknown path '3': expected an index below 3 or the id of a path's last turn",
+        ),
+        (
+            Score(paths={"0": PathScore()}),
+            "unknown path '0': expected an index below 3 or the id of a path's last turn",
+        ),
+        (Score(10**400), "the reward must be finite, not inf"),
+        (Score(paths={0: 1.0}), "the score of path 0 must be a PathScore, not float"),
+        (Score(main=PathScore(turns=(1.0,))), "path 1 has 2 turns, but its score has 1 turn rewards"),
         (
             Score(main=PathScore(turns=(1.0, float("nan")))),
-            "the reward of turn 1 of the main path is finite, not nan",
+            "the reward of turn 1 of the main path must be finite, not nan",
         ),
-        (Score(main=PathScore(tokens=TOKENS[1:])), "path 1 has 8 response tokens, its score 7 token rewards"),
+        (
+            Score(main=PathScore(tokens=TOKENS[1:])),
+            "path 1 has 8 response tokens, but its score has 7 token rewards",
+        ),
         (
             Score(main=PathScore(tokens=TOKENS * np.nan)),
-            "the token rewards of the main path are not finite numbers in one row",
+            "the token rewards of the main path must be a one-dimensional array of finite numbers",
         ),
-        (Score(main=PathScore(tokens=["a"] * 8)), "the token rewards of the main path are no array of numbers"),
+        (Score(main=PathScore(tokens=["a"] * 8)), "the token rewards of the main path must be an array of numbers"),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(score, problem):
@@ -127,9 +136,9 @@ def test_two_scores_of_one_trajectory():
     mine, theirs = Score(1.0, {"a": 1.0}, turn_rewards={"0": 1.0}), Score(None, {"b": 2.0}, {"m": 3.0})
     assert mine.joined(theirs) == Score(1.0, {"a": 1.0, "b": 2.0}, {"m": 3.0}, turn_rewards={"0": 1.0})
     assert mine.updated(Score(2.0, {"a": 0.0})) == Score(2.0, {"a": 0.0}, turn_rewards={"0": 1.0})
-    with pytest.raises(RewardError, match="two scores name the component 'a'"):
+    with pytest.raises(RewardError, match="two scores set the component 'a'"):
         mine.joined(Score(components={"a": 2.0}))
-    with pytest.raises(RewardError, match="two scores have a reward"):
+    with pytest.raises(RewardError, match="two scores set a reward"):
         mine.joined(Score(0.0))
     assert Score().is_empty
     assert not mine.is_empty
@@ -168,5 +177,5 @@ def test_a_group_is_scored_by_its_complete_records():
     assert [one.reward for one in ranked] == [0.0, None, 1.0]
     assert [one.reward for one in group] == [None, None, None]
     assert scored_group([lost], lambda whole: [1.0] * 99)[0] is lost
-    with pytest.raises(RewardError, match="1 scores of 2 complete"):
+    with pytest.raises(RewardError, match="1 scores for 2 complete"):
         scored_group(group, lambda whole: [1.0])

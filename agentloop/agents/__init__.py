@@ -1,4 +1,4 @@
-"""Unmodified agents as rollouts: the runner that gives each sample a session, and an agent's program."""
+"""Rollouts by unmodified agents: the runner, which gives each sample a session, and the agent's program."""
 
 from __future__ import annotations
 

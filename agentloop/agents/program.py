@@ -1,12 +1,10 @@
-"""A user's agent as something to run: an async function, a plain one, or a command; never on our event loop.
+"""A user's agent as a program: an async function, a plain function, or a command. It never runs on our event loop.
 
-All three get the same: a task, and the base URL and key of a session. None of them needs to know of agentloop.
-- Async functions share one event loop in one thread: they may block it, and may keep clients and locks that belong
-  to one loop. A loop with an agent on it that ignored its cancellation is given up: what runs there goes on until
-  it ends or its own deadline comes, and newcomers get a new loop.
-- A plain function has a thread for each run.
-- A command runs in a process group of its own. Invariant: when `run_command` leaves, on any path, no process of the
-  group lives: first they are asked (SIGTERM), after the grace they are killed.
+Each run receives a task and the base URL and key of a session; the agent does not have to use agentloop.
+
+- Async functions share one event loop in a separate thread, so they can share clients and locks.
+- A plain function runs in a new thread for each run.
+- A command runs in its own process group. When `run_command` returns or raises, no process of the group is alive.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ from agentloop.score import Score
 from agentloop.types import RolloutTask
 
 AGENT_GRACE_S = 5.0
-MAX_ENVIRONMENT_BYTES = 120_000  # of one variable; the kernel takes 128 KiB
-SLOW_START_S = 1.0  # a loop that begins a job so late was blocked meanwhile
-TAIL_BYTES = 4096  # of a command's output, for its error message
+MAX_ENVIRONMENT_BYTES = 120_000  # per variable; the kernel accepts 128 KiB
+SLOW_START_S = 1.0  # a delay of a job's start that indicates a blocked event loop
+TAIL_BYTES = 4096  # the end of a command's output that is kept for its error message
 MAX_LINE_CHARS = 500
 
 _MARK = re.compile(r"\{(prompt|task_id|base_url)\}")
@@ -50,7 +48,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentPlace:
-    """The place of one run of an agent. `base_url` ends with /v1; the model's name is "default"."""
+    """The inputs of one run of an agent. `base_url` ends with /v1; the model's name is "default"."""
 
     task: RolloutTask
     base_url: str
@@ -59,22 +57,22 @@ class AgentPlace:
 
     @property
     def session_url(self) -> str:
-        """The session's URL: its chat routes are under /v1, and a command may POST a reward to /reward."""
+        """The session's URL, with the chat routes under /v1. A command can POST a reward to /reward."""
         return self.base_url.removesuffix("/v1")
 
 
 class Runner(Protocol):
-    """One way to run user code. A cancellation ends a run within a grace, whatever the code does."""
+    """Runs user code. A cancelled run ends within a grace period, even if the code ignores the cancellation."""
 
     async def run(self, place: AgentPlace) -> object:
-        """Run the code. Returns its result, and raises its error."""
+        """Run the code. Returns its result or raises its error."""
 
     def close(self) -> None:
-        """Let go of threads. Idempotent."""
+        """Release threads. Idempotent."""
 
 
 class AgentProgram:
-    """A user's agent, for any number of runs at once. Close it at the end, or use it as a context manager."""
+    """A user's agent, for any number of concurrent runs. Close it, or use it as a context manager."""
 
     def __init__(self, name: str, runner: Runner) -> None:
         self.name = name
@@ -82,25 +80,31 @@ class AgentProgram:
 
     @classmethod
     def load(cls, path: str, *, grace_s: float = AGENT_GRACE_S) -> AgentProgram:
-        """Make a program of the function `run(task, base_url, api_key)` at `my_module:run`; it returns a reward or
-        None. If it is `async def`, its runs share one event loop in one thread; a plain `def` has a thread for each
-        run. Raises InvalidRequest with param "agent"."""
-        found = resolve(path, param="agent")
-        if not callable(found):
-            raise InvalidRequest(f"{path!r} is not a function", param="agent")
-        return cls.of(cast(Callable[..., Any], found), name=path, grace_s=grace_s)
+        """Create a program from the function at an import path such as `my_module:run`.
+
+        It is called as `run(task, base_url, api_key)` and returns a reward or None. The runs of an `async def`
+        share one event loop in one thread; a plain `def` has a thread per run. Raises InvalidRequest with param
+        "agent".
+        """
+        function = resolve(path, param="agent")
+        if not callable(function):
+            raise InvalidRequest(f"{path!r} is not a function but a {type(function).__name__}", param="agent")
+        return cls.of(cast(Callable[..., Any], function), name=path, grace_s=grace_s)
 
     @classmethod
     def of(
         cls, function: Callable[..., Any], *, name: str | None = None, grace_s: float = AGENT_GRACE_S
     ) -> AgentProgram:
-        """Make a program of a function, as `load` does. Raises InvalidRequest unless it takes three arguments."""
+        """Create a program from a function, like `load`.
+
+        Raises InvalidRequest unless it accepts three arguments.
+        """
         name = name or str(getattr(function, "__name__", type(function).__name__))
         try:
             inspect.signature(function).bind(None, "", "")
         except (TypeError, ValueError) as error:
-            wanted = f"{name} must be callable as run(task, base_url, api_key): {error}"
-            raise InvalidRequest(wanted, param="agent") from error
+            message = f"{name} must be callable as run(task, base_url, api_key): {error}"
+            raise InvalidRequest(message, param="agent") from error
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(name, _OnLoopThread(function, grace_s) if is_async else _InThreads(function))
 
@@ -108,29 +112,33 @@ class AgentProgram:
     def command(
         cls, template: str, *, grace_s: float = AGENT_GRACE_S, withheld: frozenset[str] = frozenset()
     ) -> AgentProgram:
-        """Make a program of a command line, run once for each sample without the environment variables `withheld`.
+        """Create a program from a command line, which is run once per sample.
 
-        It is split as a shell would, but run without one. {prompt} (the task's last message), {task_id} and
-        {base_url} are filled in; `environment` describes its environment. It fails by its exit status. Raises
-        InvalidRequest with param "agent_command".
+        The line is split like in a shell, but run without one. {prompt} (the task's last message), {task_id} and
+        {base_url} are replaced. `environment` describes the environment variables, without those in `withheld`. A
+        nonzero exit status is a failure. Raises InvalidRequest with param "agent_command".
         """
         try:
             arguments = tuple(shlex.split(template))
         except ValueError as error:
-            raise InvalidRequest(f"{template!r}: {error}", param="agent_command") from error
+            raise InvalidRequest(
+                f"cannot parse the command {template!r}: {error}", param="agent_command"
+            ) from error
         if not arguments or shutil.which(arguments[0]) is None:
-            raise InvalidRequest(f"no such command: {template!r}", param="agent_command")
+            raise InvalidRequest(
+                f"no such command: {template!r}: its program is not in PATH", param="agent_command"
+            )
         return cls(template, _Command(arguments, grace_s, withheld))
 
     async def run(self, place: AgentPlace) -> float | Score | None:
-        """Run the agent once. Returns its reward, or a `Score` that is not checked.
+        """Run the agent once. Returns its reward or its `Score`, which is not validated.
 
-        Raises the agent's error, and AgentLoopError for any other failure.
+        Raises the agent's exception, and AgentLoopError for any other failure.
         """
         return _checked(await self._runner.run(place))
 
     def close(self) -> None:
-        """Let go of threads, without waiting for runs that ignore their cancellation. Idempotent."""
+        """Release threads without waiting for runs that ignore their cancellation. Idempotent."""
         self._runner.close()
 
     def __enter__(self) -> AgentProgram:
@@ -141,17 +149,20 @@ class AgentProgram:
 
 
 def environment(place: AgentPlace, withheld: frozenset[str] = frozenset()) -> Mapping[str, str]:
-    """Return this process's environment with the session's.
+    """Return the environment variables of an agent's command: this process's variables and those of the session.
 
-    It adds OPENAI_BASE_URL and _API_KEY, the same for ANTHROPIC, the session's own URL and control key as
-    AGENTLOOP_SESSION_URL and _KEY, and the task as JSON in AGENTLOOP_TASK, without its reference and its
-    `tool_setup`. Raises InvalidRequest for a task that an environment cannot hold.
+    The session's variables are OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,
+    AGENTLOOP_SESSION_URL and AGENTLOOP_SESSION_KEY (the control key), and AGENTLOOP_TASK, the task as JSON without
+    `reference` and `tool_setup`. Raises InvalidRequest if the task is too long for a variable.
     """
     document = task_fields(place.task)
-    del document["reference"], document["tool_setup"]  # the policy may read the environment of its agent
+    del document["reference"], document["tool_setup"]  # the policy may be able to read its agent's environment
     task = orjson.dumps(document).decode()
     if len(task.encode()) > MAX_ENVIRONMENT_BYTES:
-        raise InvalidRequest(f"the task is longer than the {MAX_ENVIRONMENT_BYTES} bytes that a variable holds")
+        raise InvalidRequest(
+            f"task {place.task.task_id!r} has {len(task.encode())} bytes as JSON, which is longer than the maximum "
+            f"of {MAX_ENVIRONMENT_BYTES} bytes for the variable AGENTLOOP_TASK; use an agent function instead"
+        )
     inherited = {name: value for name, value in os.environ.items() if name not in withheld}
     return inherited | {
         "OPENAI_BASE_URL": place.base_url,
@@ -165,16 +176,15 @@ def environment(place: AgentPlace, withheld: frozenset[str] = frozenset()) -> Ma
 
 
 class _OnLoopThread:
-    """Runs an async function on an event loop of its own, in a thread of its own."""
+    """Runs an async function on a separate event loop in a separate thread."""
 
     def __init__(self, function: Callable[..., Awaitable[object]], grace_s: float) -> None:
         self._function = function
         self._grace_s = grace_s
         self._thread: LoopThread | None = None
-        self._given_up: list[LoopThread] = []  # at most one for each job that ignored its cancellation
+        self._given_up: list[LoopThread] = []  # at most one per run that ignored its cancellation
 
     async def run(self, place: AgentPlace) -> object:
-        """As `Runner.run`: a cancellation is passed on and waited for, but no longer than the grace."""
         if self._thread is None:
             self._thread = LoopThread("agents")
         thread = self._thread
@@ -184,8 +194,9 @@ class _OnLoopThread:
             return await asyncio.shield(job.outcome)
         except asyncio.CancelledError:
             thread.call(job.cancel)
-            job.outcome.add_done_callback(asyncio.Future.exception)  # the cancellation says enough
+            job.outcome.add_done_callback(asyncio.Future.exception)  # mark a late exception as retrieved
             await asyncio.wait({job.outcome}, timeout=self._grace_s)
+            # Abandon the loop: its other runs continue there until they end, and new runs get a new loop.
             if not job.outcome.done() and self._thread is thread:
                 _log.warning("agent_ignores_cancellation", agent=getattr(self._function, "__name__", "agent"))
                 self._given_up.append(thread)
@@ -193,7 +204,7 @@ class _OnLoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs there, and let the threads end; does not wait for them. Idempotent."""
+        """Cancel running jobs and stop the threads, without waiting for them. Idempotent."""
         for thread in (self._thread, *self._given_up):
             if thread is not None:
                 thread.stop()
@@ -202,7 +213,7 @@ class _OnLoopThread:
 
 
 class _Job:
-    """One run on a loop thread. `outcome` belongs to the loop that made the job; the rest happens over there."""
+    """One run on a loop thread. `outcome` belongs to the event loop that created the job."""
 
     def __init__(self, function: Callable[..., Awaitable[object]], place: AgentPlace) -> None:
         self._home = asyncio.get_running_loop()
@@ -227,14 +238,17 @@ class _Job:
         value, error = None, None
         try:
             value = await self._function(self._place.task, self._place.base_url, self._place.api_key)
-        except BaseException as raised:  # carried home, where an exit or a cancellation must not act
+        except BaseException as raised:  # a SystemExit or CancelledError must not take effect in the caller's loop
             error = ordinary(raised)
-        with contextlib.suppress(RuntimeError):  # home is closed: nobody waits for this any more
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed, so the outcome is not awaited
             self._home.call_soon_threadsafe(settle, self.outcome, value, error)
 
 
 class _InThreads:
-    """A run that overruns is abandoned in its thread: its session is over, so its further calls are refused."""
+    """Runs a plain function in threads.
+
+    A cancelled run is abandoned in its thread. Its session is finished, so its further calls are refused.
+    """
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
@@ -254,9 +268,9 @@ class _Command:
 
     async def run(self, place: AgentPlace) -> object:
         arguments = [_filled(argument, place) for argument in self._arguments]
-        ending = await run_command(arguments, environment(place, self._withheld), grace_s=self._grace_s)
-        if ending.status != 0:
-            raise AgentLoopError(ending.describe())
+        exit_ = await run_command(arguments, environment(place, self._withheld), grace_s=self._grace_s)
+        if exit_.status != 0:
+            raise AgentLoopError(exit_.describe())
         return None
 
     def close(self) -> None:
@@ -265,14 +279,14 @@ class _Command:
 
 @dataclass(frozen=True, slots=True)
 class CommandExit:
-    """The end of a command: a negative `status` is the signal that killed it; the tails are of its output."""
+    """The result of a command. A negative `status` is the signal that killed it; the tails end its output."""
 
     status: int
     output_tail: str
     error_tail: str
 
     def describe(self) -> str:
-        """Return one line for people, with the last line of the error output, or else of the other."""
+        """Return one line with the status and the last line of the error output, or else of the standard output."""
         ending = f"exit status {self.status}" if self.status >= 0 else f"killed by signal {-self.status}"
         for tail in (self.error_tail, self.output_tail):
             lines = [line.strip() for line in tail.splitlines() if line.strip()]
@@ -282,8 +296,11 @@ class CommandExit:
 
 
 async def run_command(arguments: Sequence[str], environment: Mapping[str, str], *, grace_s: float) -> CommandExit:
-    """Run a command without shell or input. A cancellation ends it. Raises OSError if it cannot start."""
-    # Two unnamed files: what a program has buffered of its output is written last, after the error that ended it.
+    """Run a command without shell or input. Raises OSError if it cannot start.
+
+    A cancellation sends SIGTERM and, after `grace_s`, kills the process group.
+    """
+    # Separate files: a program flushes its buffered output last, after the error message that explains its exit.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         starting = asyncio.create_task(
             asyncio.create_subprocess_exec(
@@ -297,7 +314,7 @@ async def run_command(arguments: Sequence[str], environment: Mapping[str, str], 
         )
         try:
             process = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # a start that is cut off would leave what the command has started by then
+        except asyncio.CancelledError:  # finish the start: otherwise its child processes would keep running
             process = await starting
             _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
@@ -311,13 +328,13 @@ async def run_command(arguments: Sequence[str], environment: Mapping[str, str], 
                     await process.wait()
             raise
         finally:
-            _signal_group(process.pid, signal.SIGKILL)  # also what the command left behind
+            _signal_group(process.pid, signal.SIGKILL)  # also kills background processes of the command
             await process.wait()
         return CommandExit(status, _tail(output), _tail(errors))
 
 
 def _filled(argument: str, place: AgentPlace) -> str:
-    """One pass, so that a prompt which holds such a mark itself stays as it is."""
+    # A single pass: placeholders that occur in the prompt itself are not replaced.
     values = {"prompt": place.task.messages[-1].content, "task_id": place.task.task_id, "base_url": place.base_url}
     return _MARK.sub(lambda mark: values[mark[1]], argument)
 
@@ -326,12 +343,14 @@ def _checked(value: object) -> float | Score | None:
     if value is None or isinstance(value, Score):
         return value
     if inspect.iscoroutine(value):
-        value.close()  # a plain def gave it: nobody would ever await it
+        value.close()  # a plain def returned it, and it is never awaited
     if not isinstance(value, Real):
-        raise AgentLoopError(f"the agent returned a {type(value).__name__}; a reward is a number, a Score, or None")
+        raise AgentLoopError(
+            f"the agent returned a {type(value).__name__}: the reward must be a number, a Score or None"
+        )
     reward = float(value)
     if not math.isfinite(reward):
-        raise AgentLoopError(f"the agent returned {reward}; a reward is finite")
+        raise AgentLoopError(f"the agent returned {reward}: the reward must be finite")
     return reward
 
 

@@ -1,9 +1,9 @@
-"""Rollouts by a user's own agent: each sample of each task is one recorded session and one run of the agent.
+"""Rollouts by a user's agent: each sample of a task is one recorded session and one run of the agent.
 
-Ownership: `run_agents` owns every session that it opens, and finishes it. Invariant: each sample gives exactly
-one `AgentRecord` and, while the service can be reached, one trajectory; what the agent does wrong is data there
-(an error, and a trajectory that is not complete), never an exception here. Of a task's limits, `timeout_s` counts:
-turns and tools are the agent's own.
+`run_agents` owns the sessions that it opens and finishes each of them. Invariant: every sample has exactly one
+`AgentRecord` and, while the service is reachable, one trajectory. A failure of the agent is data (an error and an
+incomplete trajectory), not an exception. Of a task's limits only the timeouts apply, because the agent controls
+turns and tools.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from agentloop.types import Judge, RolloutTask, Trajectory
 
 __all__ = ["AgentLimits", "AgentProgram", "AgentRecord", "AgentRun", "run_agents"]
 
-_SPARE_TTL_S = 300.0  # of a session, beyond all that its run may take
+_SPARE_TTL_S = 300.0  # added to the maximum duration of a run for its session's TTL
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentLimits:
-    """The number of runs at once, and deadlines beside the task's own."""
+    """The number of concurrent runs, and deadlines in addition to the task's limits."""
 
     concurrency: int = 16
-    settle_s: float = 5.0  # how long calls that the agent left open may still take to end
+    settle_s: float = 5.0  # for calls that are still open when the agent ends
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
-            raise InvalidRequest("at least one run at a time", param="concurrency")
+            raise InvalidRequest(f"concurrency must be at least 1, not {self.concurrency}", param="concurrency")
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """The record of one sample. Without a `trajectory` the service was out of reach, as `error` says.
+    """The outcome of one sample. `trajectory` is None if a call to the service failed; `error` has the reason.
 
-    `reward_error` is set if the task's reward function failed: the trajectory then has no reward.
+    `reward_error` is set if the reward function failed; the trajectory then has no reward.
     """
 
     task_id: str
@@ -63,12 +63,12 @@ class AgentRecord:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """A whole run. Its trajectories are read as those of any rollout, by `rollout_id`."""
+    """The result of `run_agents`. Read its trajectories like those of any rollout, by `rollout_id`."""
 
     rollout_id: str
     num_samples: int
-    num_failed: int  # with an error
-    num_lost: int  # without a trajectory
+    num_failed: int  # samples with an error
+    num_lost: int  # samples without a trajectory
     num_reward_errors: int
 
 
@@ -84,19 +84,22 @@ async def run_agents(
     on_malformed_call: OnMalformedCall = "content",
     on_record: Callable[[AgentRecord], None] | None = None,
 ) -> AgentRun:
-    """Run the agent `num_samples` times for each task; returns once every sample has its record.
+    """Run the agent `num_samples` times for each task. Returns once every sample has its record.
 
-    `on_record` is called on this event loop after each. The reward is what the agent returned or else has set
-    itself, or else what the task's reward function says of the session's messages. A cancellation finishes the
-    sessions that are open, as cancelled. Raises InvalidRequest, before anything runs, for an unknown reward.
+    `on_record` is called on this event loop after each sample. The reward is the agent's return value, or else the
+    reward that it set in the session, or else the result of the task's reward function. A cancellation finishes
+    open sessions as cancelled. Raises InvalidRequest for an unknown reward, before anything runs.
 
-    An agent that fails after a failure of the policy (`SessionAnswer.policy_failure`), or that its deadline ends,
-    has a record that is complete and rewarded: what the policy did badly is data. `on_overflow` and
-    `on_malformed_call` are those of its sessions.
+    If the agent fails because of the policy (`SessionAnswer.policy_failure`) or at its deadline, the record is
+    complete and has a reward, because the policy's failure is training data. `on_overflow` and `on_malformed_call`
+    are options of the sessions.
     """
     rollout_id = rollout_id or f"r-{uuid.uuid4().hex[:16]}"
     if any(isinstance(task.reward, Judge) for task in tasks):
-        raise InvalidRequest("a judge scores trajectories of workers; an agent asks it itself", param="reward")
+        raise InvalidRequest(
+            "a Judge reward is not supported with agents: call the judge's model in the agent or a reward function",
+            param="reward",
+        )
     rewards = {task.reward: load_reward(task.reward) for task in tasks if isinstance(task.reward, str)}
 
     def open_session(sample: _Sample) -> AgentSession:
@@ -117,7 +120,7 @@ async def run_agents(
     samples = _samples(tasks, num_samples, rollout_id)
 
     async def work() -> None:
-        for sample in samples:  # shared by all: each takes the next
+        for sample in samples:  # a shared iterator: each worker takes the next sample
             record = await runner.run(sample)
             tally.add(record)
             if on_record is not None:
@@ -158,13 +161,13 @@ class _Tally:
 
 
 def _samples(tasks: Sequence[RolloutTask], num_samples: int, rollout_id: str) -> Iterator[_Sample]:
-    for place, task in enumerate(tasks):
+    for position, task in enumerate(tasks):
         for index in range(num_samples):
-            yield _Sample(task, f"{rollout_id}-{place:06d}", index)
+            yield _Sample(task, f"{rollout_id}-{position:06d}", index)
 
 
 class _SampleRunner:
-    """The agent and all that its runs share."""
+    """Runs the agent for single samples."""
 
     def __init__(
         self,
@@ -179,14 +182,14 @@ class _SampleRunner:
         self._rewards = rewards
 
     async def run(self, sample: _Sample) -> AgentRecord:
-        """One sample, to its record. Raises nothing but a cancellation."""
+        """Run one sample and return its record. Raises only CancelledError."""
         started_at = time.monotonic()
         trajectory, reward_error = None, None
         try:
             async with self._open_session(sample) as session:
                 run_end = await self._drive(session, sample.task)
                 trajectory, reward_error = await self._finish(session, sample.task, run_end)
-        except AgentLoopError as error:  # the service: what the agent raised is in the end of its run
+        except AgentLoopError as error:  # from the service; the agent's own errors are in the `_RunEnd`
             run_end = _RunEnd(error=f"{error.code}: {error}", end="loop_failed")
         record = AgentRecord(
             task_id=sample.task.task_id,
@@ -210,21 +213,24 @@ class _SampleRunner:
         return record
 
     async def _drive(self, session: AgentSession, task: RolloutTask) -> _RunEnd:
-        """Run the agent and name how it ended. A cancellation from outside is none of its endings."""
+        """Run the agent and return its end. Raises only a cancellation from outside."""
         place = AgentPlace(task, session.base_url, session.api_key, session.control_key)
         timeout_s = task.limits.timeout_s
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 return _RunEnd(await self._program.run(place))
-        except Exception as error:  # user code raises anything
+        except Exception as error:  # user code may raise any exception
             if isinstance(error, TimeoutError) and deadline.expired():
-                return _RunEnd(error=f"the agent did not end within {timeout_s:g} s", end="deadline")
+                return _RunEnd(
+                    error=f"the agent did not finish within {timeout_s:g} s (limits.timeout_s)", end="deadline"
+                )
             text = str(error) if type(error) is AgentLoopError else describe(error)
             return _RunEnd(error=text or "the agent failed", end="loop_failed")
 
     async def _finish(
         self, session: AgentSession, task: RolloutTask, run_end: _RunEnd
     ) -> tuple[Trajectory, str | None]:
+        # Only a failure of the agent itself makes the record incomplete.
         if run_end.end == "loop_failed" and (await session.status()).policy_failure is None:
             return await session.finish(error=run_end.error, stop_reason=run_end.end), None
         reward, reward_error = await self._reward(session, task, run_end.value)
@@ -241,7 +247,7 @@ class _SampleRunner:
     async def _reward(
         self, session: AgentSession, task: RolloutTask, returned: float | Score | None
     ) -> tuple[Score | None, str | None]:
-        """Return what is to be said at the end: what the agent returned, or else what the task's function says."""
+        """Return the score and the reward error, from the agent's return value or else the reward function."""
         if returned is not None:
             try:
                 return resolved(score_of(returned), await session.trajectory()), None
@@ -256,5 +262,5 @@ class _SampleRunner:
     ) -> tuple[Score | None, str | None]:
         trajectory = await session.trajectory()
         if trajectory.reward is not None:
-            return None, None  # the agent has set it
+            return None, None  # the agent has set a reward in the session
         return await score(function, task, trajectory, task.limits.reward_timeout_s)

@@ -1,1 +1,1 @@
-"""Values that cross a process border: HTTP bodies, sessions, and the coordinator's ports."""
+"""Types of data that processes exchange: HTTP bodies, sessions, and the coordinator's ports."""

@@ -1,7 +1,7 @@
-"""Annotations: numbers of a trainer beside a record, such as its advantage.
+"""Annotations: numbers that a trainer attaches to a stored record, such as advantages.
 
-A later annotation of a name is added to the earlier ones, and readers get the newest. Values are 32-bit floats,
-all finite.
+Several annotations of one record may have the same name; readers receive the newest. Values are finite 32-bit
+floats.
 """
 
 from __future__ import annotations
@@ -18,39 +18,43 @@ from agentloop.errors import InvalidRequest
 from agentloop.types import FloatArray
 
 AnnotationValues: TypeAlias = float | FloatArray | Sequence[float] | Sequence[Sequence[float] | FloatArray]
-"""A number; one for each path; or for each path an array, empty or with one for each token of its response."""
+"""A number, one number per path, or one array per path: empty, or one value per token of the path's response."""
 
 
 class AnnotationScope(StrEnum):
-    """The part of a record that each value of an annotation is of."""
+    """The part of a record that each value of an annotation describes."""
 
     RECORD = "record"
     PATH = "path"
-    TOKEN = "token"  # of a path's response
+    TOKEN = "token"  # one token of a path's response
 
 
 @dataclass(frozen=True, slots=True)
 class RecordAnnotation:
-    """One annotation of a record: one array of values, or for tokens one array for each path."""
+    """One annotation of a record: a single array of values or, with scope TOKEN, one array per path."""
 
     scope: AnnotationScope
     values: tuple[FloatArray, ...]
 
     def objection(self, response_lens: Sequence[int]) -> str | None:
-        """Return why the values do not fit a record with responses of these lengths; None if they fit."""
-        lens = [len(one) for one in self.values]
+        """Return the reason that the values do not fit a record with these response lengths; None if they fit."""
+        lens = [len(array) for array in self.values]
         if self.scope is AnnotationScope.TOKEN:
             fits = len(lens) == len(response_lens) and all(
-                given in (0, wanted) for given, wanted in zip(lens, response_lens, strict=True)
+                length in (0, wanted) for length, wanted in zip(lens, response_lens, strict=True)
             )
         else:
             fits = lens == [1 if self.scope is AnnotationScope.RECORD else len(response_lens)]
-        return None if fits else f"{lens} values by {self.scope}, for responses of {list(response_lens)} tokens"
+        return (
+            None
+            if fits
+            else f"{lens} values with scope {self.scope} do not fit responses of {list(response_lens)} tokens"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedRecord:
-    """One stored record, and the newest annotation of each name."""
+    """A stored record with the newest annotation of each name."""
 
     data: bytes  # the encoded `Trajectory`
     annotations: dict[str, RecordAnnotation] = field(default_factory=dict)
@@ -58,7 +62,7 @@ class AnnotatedRecord:
 
 @dataclass(frozen=True, slots=True)
 class SampleAnnotation:
-    """One named annotation, and the sample of a rollout whose record it is of."""
+    """A named annotation of the record of one sample of a rollout."""
 
     group_id: str
     sample_index: int
@@ -67,23 +71,27 @@ class SampleAnnotation:
 
 
 def annotation_in(scope: AnnotationScope, values: Iterable[Sequence[float] | FloatArray]) -> RecordAnnotation:
-    """Make an annotation of lists of numbers. Raises InvalidRequest if a number is not finite as a 32-bit float."""
-    with np.errstate(over="ignore"):
-        arrays = tuple(np.asarray(one, np.float32) for one in values)
-    if not all(np.isfinite(one).all() for one in arrays):
-        raise InvalidRequest("a value is not finite", param="values")
+    """Create an annotation. Raises InvalidRequest if a value is not finite as a 32-bit float."""
+    with np.errstate(over="ignore"):  # an overflow becomes inf, which is refused below
+        arrays = tuple(np.asarray(array, np.float32) for array in values)
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise InvalidRequest("the values must be finite 32-bit floats, but one is NaN or infinite", param="values")
     return RecordAnnotation(scope, arrays)
 
 
 def annotation_of(values: AnnotationValues) -> RecordAnnotation:
-    """Make an annotation, with the scope that the values' shape tells. Raises InvalidRequest."""
-    given: Any = values
-    if isinstance(given, Real) or getattr(given, "ndim", 1) == 0:
-        return annotation_in(AnnotationScope.RECORD, [[float(given)]])
-    parts = [np.asarray(one) for one in given]
+    """Create an annotation and derive its scope from the shape of the values. Raises InvalidRequest."""
+    untyped: Any = values
+    if isinstance(untyped, Real) or getattr(untyped, "ndim", 1) == 0:
+        return annotation_in(AnnotationScope.RECORD, [[float(untyped)]])
+    parts = [np.asarray(part) for part in untyped]
     dims = {part.ndim for part in parts}
     if dims not in ({0}, {1}):
-        raise InvalidRequest("neither a number, nor one or an array for each path", param="values")
+        raise InvalidRequest(
+            f"the values must be a number, one number per path or one array per path, not parts of {sorted(dims)} "
+            "dimensions",
+            param="values",
+        )
     if dims == {0}:
         return annotation_in(AnnotationScope.PATH, [np.array(parts)])
     return annotation_in(AnnotationScope.TOKEN, parts)

@@ -1,7 +1,7 @@
-"""The coordinator's ports, one for each kind of caller, and the values that its calls carry.
+"""The coordinator's ports, one per kind of caller, and the types of their arguments and results.
 
-Every call is idempotent or keyed, so a caller may repeat one whose answer was lost. `agentloop_servers.coordinator`
-implements them: its `server.py` has the table of ports and classes.
+Every call is idempotent or has a key, so a caller can repeat a call whose response was lost. The ports are
+implemented in `agentloop_servers.coordinator`; its `server.py` maps ports to classes.
 """
 
 from __future__ import annotations
@@ -37,78 +37,78 @@ from agentloop.values.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.values.codec import decode, encode
 
 MAX_CALL_BYTES = 256 * 2**20
-"""Bytes of one call: of a submission, or of records."""
+"""Maximum bytes of one call with tasks or records."""
 
 MAX_RECORD_BYTES = MAX_CALL_BYTES - 2**16
-"""Bytes of a record, which its call carries beside its header and the name of its worker."""
+"""Maximum bytes of a record. The call also contains its header and the worker's id."""
 
 MAX_HAND_IN = 64
-"""Records handed in by one call."""
+"""Maximum number of records per call."""
 
 
 PREFIX_LENGTHS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
-"""The lengths, in tokens, at which the beginning of a prompt has a key."""
+"""The lengths, in tokens, of the prompt prefixes that have keys."""
 
 Prefix: TypeAlias = tuple[str, int]
-"""A key, and the number of tokens with which all prompts of this key begin."""
+"""The key of a prompt prefix, and its length in tokens. Prompts with this key share these tokens."""
 
 
 def prefixes_of(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
-    """Return keys that prompts with equal beginnings share, the longest first."""
-    found: list[Prefix] = []
+    """Return the keys of a prompt's prefixes, the longest first. Prompts with equal prefixes have equal keys."""
+    prefixes: list[Prefix] = []
     begin = checksum = 0
     for end in PREFIX_LENGTHS:
         if end > len(token_ids):
             break
         checksum = crc32(array("i", token_ids[begin:end]), checksum)
-        found.append((f"ids-{checksum:x}", end))
+        prefixes.append((f"ids-{checksum:x}", end))
         begin = end
-    return tuple(reversed(found))
+    return tuple(reversed(prefixes))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRegistration:
-    """The introduction of a replica. `url` is its private data-plane port."""
+    """The registration of a replica. `url` is its private data-plane port."""
 
     replica_id: str
     url: str
     info: EngineInfo
-    weight_version: int | None  # None: dummy weights, no traffic until its first commit
+    weight_version: int | None  # None: dummy weights, no traffic until the first commit
     is_paused: bool = False
     asleep: frozenset[MemoryTag] = frozenset()
-    entry: str = ""  # the name of its kind of replicas in the service's config
-    node_id: str = ""  # Ray's, of its host
-    weight_digest: str = ""  # of the weights of that version; empty: not known
+    entry: str = ""  # the name of its engine pool in the service's config
+    node_id: str = ""  # Ray's id of its node
+    weight_digest: str = ""  # digest of the weights of that version; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The state of a replica's engine at one moment."""
+    """The current state of a replica's engine."""
 
     load: Load
     is_usable: bool
     is_paused: bool = False
     asleep: frozenset[MemoryTag] = frozenset()
-    num_answered: int = 0  # generations that its callers got, since its start
-    is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
-    num_refused: int = 0  # calls to its port, and connections
+    num_answered: int = 0  # generations that callers received since the replica's start
+    is_noise: bool = False  # broken weights: the sampled logprobs stay at -ln(vocabulary)
+    num_refused: int = 0  # refused calls and connections to its private port
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The state of a worker at one moment. `running` tells a restarted coordinator what is in flight."""
+    """The current state of a worker. A restarted coordinator reads the running trajectories from `running`."""
 
     worker_id: str
     num_free: int
     running: tuple[str, ...]  # assignment ids
-    num_sampled: tuple[int, ...] = ()  # the tokens that it has of each; empty: it does not say
-    host: str = ""  # its address
-    flights: tuple[Flight, ...] = ()  # of each that is running, once a second; empty: as before
+    num_sampled: tuple[int, ...] = ()  # sampled tokens of each running assignment; empty: unknown
+    host: str = ""  # the worker's address
+    flights: tuple[Flight, ...] = ()  # activity of each running assignment, once a second; empty: unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The coordinator's orders to a worker: assignments to start, and those to cancel."""
+    """The coordinator's response to a worker: assignments to start and assignments to cancel."""
 
     start: tuple[Assignment, ...] = ()
     cancel: tuple[str, ...] = ()  # assignment ids
@@ -116,24 +116,24 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The error, as its answer's body and status, that one of the records of a call met."""
+    """The error of one of several records of a call, in its wire form."""
 
     error: dict[str, Any]
     http_status: int
 
     @classmethod
     def of(cls, error: AgentLoopError) -> Refusal:
-        """Return an error as a call's answer carries it."""
+        """Encode an error."""
         return cls(error.to_wire(), error.http_status)
 
     def raised(self) -> AgentLoopError:
-        """Return the error."""
+        """Return the decoded error, for the caller to raise."""
         return from_wire(self.error, self.http_status)
 
 
 @dataclass(frozen=True, slots=True)
 class JournalPart:
-    """Frames of a turn journal (`rollout/turn_journal.py`) that follow `number` earlier parts of its run's."""
+    """Frames of a run's turn journal (`rollout/turn_journal.py`), appended after `number` earlier parts."""
 
     assignment_id: str
     run: str
@@ -142,93 +142,94 @@ class JournalPart:
 
 
 class TurnBegun(msgspec.Struct, frozen=True, tag=True):
-    """The news that a holder begins a turn: its first, or one after its tools."""
+    """Reports that a lease holder starts a turn, its first or the next one after tool calls."""
 
     lease_id: str
 
 
 class TurnEnded(msgspec.Struct, frozen=True, tag=True):
-    """The news that a holder's turn has ended. A turn that failed has no tokens."""
+    """Reports that a turn of a lease holder has ended. A failed turn has no tokens."""
 
     lease_id: str
-    num_context_tokens: int  # of the prompt and the sampled ones
+    num_context_tokens: int  # prompt and sampled tokens
     num_sampled_tokens: int
-    num_cached_tokens: int | None  # of the prompt, as the engine said; None: it did not come to that
-    num_known_tokens: int = 0  # length of the earlier context that the prompt extends; 0: it extends none
+    num_cached_tokens: int | None  # prompt tokens found in the KV cache; None: the engine did not report it
+    num_known_tokens: int = 0  # length of the earlier context that the prompt extends; 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """A lease that a process holds, and facts of its holder."""
+    """A lease that a process holds, with facts about its holder."""
 
     lease: Lease
-    holder_id: str  # an assignment's id, or `session_holder`
-    group_id: str  # siblings have one in common; empty: it has none
-    num_context_tokens: int  # of the last turn
-    prefixes: tuple[Prefix, ...] = ()  # a session's prompt has these, the longest first
+    holder_id: str  # an assignment id or a `session_holder` id
+    group_id: str  # the same for all samples of a group; empty: no group
+    num_context_tokens: int  # the context length after the last turn
+    prefixes: tuple[Prefix, ...] = ()  # prefixes of a session's prompt, the longest first
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReport:
-    """The news of a process's leases since its last report, and its sign of life.
+    """The changes of a process's leases since its last report. The report is also the process's heartbeat.
 
-    A process sends one report at a time, and repeats it until it is answered; `sequence` grows by one with each new
-    report. A report that was seen already is a repeat or a late copy, and a gap means that news are missing. Of one
-    report, `leases` count first, then `taken`, `turns` and `released`.
+    A process sends one report at a time and repeats it until it receives the response; `sequence` increases by one
+    per new report. A known sequence number is a repeat or a late copy; a gap means that a report is missing. The
+    receiver applies `leases` first, then `taken`, `turns` and `released`.
     """
 
-    process_id: str  # of one life of a process: it is never used again
+    process_id: str  # unique for each start of a process
     sequence: int
-    turns: tuple[TurnBegun | TurnEnded, ...] = ()  # in their order
-    taken: tuple[str, ...] = ()  # ids of leases that it got
-    released: tuple[str, ...] = ()  # ids of leases that it needs no more
-    leases: tuple[HeldLease, ...] | None = None  # all that it holds; None: as the reports so far say
+    turns: tuple[TurnBegun | TurnEnded, ...] = ()  # in chronological order
+    taken: tuple[str, ...] = ()  # ids of leases received
+    released: tuple[str, ...] = ()  # ids of leases released
+    leases: tuple[HeldLease, ...] | None = None  # all leases of the process; None: only the changes
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOrders:
-    """Orders to a process that holds leases. They are repeated until it has obeyed."""
+    """The coordinator's response to a LeaseReport. Each order is repeated until the process has executed it."""
 
     moves: tuple[tuple[str, Lease | None], ...] = ()
-    """Leases by id, and what takes their place from the next turn on. None: ask before it, by a `move` without a
-    failure, and wait if there is no room."""
+    """Lease ids with the leases that replace them from the next turn on. None: before that turn the process calls
+    `move` with `is_failed=False`, which waits for capacity."""
 
-    send_all: bool = False  # the next report brings `leases`
+    send_all: bool = False  # the next report must include `leases`
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutTerms:
-    """The owner of a rollout, and its turn among others.
+    """The owner and the scheduling parameters of a rollout.
 
-    Everything of a higher priority goes out before anything lower. Within one, runs share by weight: all that an
-    owner submits under one `run_id` on equal terms keeps its order and counts together, also for `max_running`. All
-    that an owner submits without a `run_id` is one run too, but each such submit has a `max_running` or a staleness
-    limit for itself.
+    Samples of a higher priority are always assigned first. Within a priority, runs share capacity by weight. All
+    submits of an owner with the same `run_id` and equal terms are one run: they keep their order and share
+    `max_running`. Submits without a `run_id` are one run too, but `max_running` and the staleness limit apply to
+    each submit separately.
     """
 
-    owner: str = ""  # the user that submitted it; empty where no key is asked for
+    owner: str = ""  # the user who submitted it; empty without API keys
     priority: int = 0
     share: float = 1.0
-    max_running: int | None = None  # live trajectories at a time; None: as many as there are places
+    max_running: int | None = None  # concurrent trajectories; None: no limit
     run_id: str = ""
-    adapter: str = ""  # that samples it, and by whose versions it lives; empty: the base weights
-    traceparent: str = field(default="", compare=False)  # the W3C trace context of the submit of one trajectory
-    trace_link: str = field(default="", compare=False)  # that of one of several
-    groups_digest: str = ""  # of the work that it was accepted with; the coordinator's own, as is what follows
+    adapter: str = ""  # the adapter that samples, whose versions count for staleness; empty: the base weights
+    traceparent: str = field(default="", compare=False)  # W3C trace context of a submit with one trajectory
+    trace_link: str = field(default="", compare=False)  # the same for a submit with several
+    # Set by the coordinator only:
+    groups_digest: str = ""  # digest of the submitted groups
     is_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus:
-    """The counts of one rollout, in trajectories. `num_finished` counts terminal records of every kind."""
+    """The number of a rollout's trajectories by state. `num_finished` counts terminal records of every kind."""
 
     rollout_id: str
     num_accepted: int
     num_finished: int
     num_running: int
     num_queued: int
-    num_held: int = 0  # queued samples that wait for a version, an adapter, or their run's staleness limit
-    owner: str = ""  # as in its terms
+    num_held: int = 0  # queued samples that wait for a weight version, an adapter, or their run's staleness limit
+    owner: str = ""  # as in `RolloutTerms`
     priority: int = 0
 
     @property
@@ -238,7 +239,7 @@ class RolloutStatus:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Finished trajectories in commit order, after a cursor; `cursor` continues from here."""
+    """Finished trajectories in commit order. Pass `cursor` to read the next page."""
 
     trajectories: tuple[Trajectory, ...]
     cursor: int
@@ -247,77 +248,83 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPage:
-    """A Page with its records as they are stored. It is encoded as a Page is, so nothing decodes it on its way."""
+    """A Page whose records are still encoded.
+
+    It has the same encoding as Page, so that no process has to decode it.
+    """
 
     trajectories: tuple[msgspec.Raw, ...]
     cursor: int
     status: RolloutStatus
 
     def decoded(self) -> Page:
-        """Return the page with its records. Raises InvalidRequest if one cannot be read."""
+        """Decode the page. Raises InvalidRequest if a record cannot be decoded."""
         return decode(encode(self), Page)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUpdate:
-    """The outcome of one update for one replica. `error` is set if it did not come through."""
+    """The outcome of a weight update on one replica. `error` is set if the update failed there."""
 
     replica_id: str
     stage_ms: float
-    stall_ms: float  # from the pause call until sampling went on
+    stall_ms: float  # from the pause call until sampling resumed
     error: str | None = None
-    held_in: HeldIn | None = None  # where the weights waited for the commit; NOWHERE: one phase
+    held_in: HeldIn | None = None  # staging device of the weights before the commit; NOWHERE: a blocking update
     transport: str | None = None
-    num_bytes: int = 0  # that arrived at each of its workers
-    transfer_ms: float = 0.0  # first byte to last
+    num_bytes: int = 0  # received by each of its workers
+    transfer_ms: float = 0.0  # from the first byte to the last
     swap_ms: float = 0.0
     verify_ms: float = 0.0
-    num_verified: int = 0  # tensors or layers that were compared with what was sent
-    look_ms: float = 0.0  # after the stall: tokens were sampled, and held back until the weights were looked at
-    paused_at_ms: float = 0.0  # since the update began: the stall's begin
+    num_verified: int = 0  # tensors or layers that were compared with the sent ones
+    look_ms: float = 0.0  # canary check, after the stall: sampled tokens are held back until it passes
+    paused_at_ms: float = 0.0  # start of the stall, since the start of the update
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPush:
-    """A version of an adapter to come. `version` None: the next one of its name."""
+    """A new version of an adapter. `version` None: the next one of its name."""
 
-    name: str  # as `NamedAdapter` has it
+    name: str  # as in `NamedAdapter`
     directory: str
     version: int | None = None
-    is_forced: bool = False  # the version need not grow
+    is_forced: bool = False  # accept a version that is not greater than the current one
 
 
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:
     """An adapter that the fleet serves by name."""
 
-    name: str  # behind its owner's; that of all users stands alone
+    name: str  # prefixed with its owner; without prefix it is for all users
     version: int
-    directory: str  # that replicas read which join
-    pushed_at: float  # seconds since 1970
-    digest: str = ""  # of its files, as the replicas have read them; empty: not known
+    directory: str  # joining replicas load it from here
+    pushed_at: float  # Unix time in seconds
+    digest: str = ""  # digest of its files as read by the replicas; empty: unknown
 
 
 def seen_adapters(served: Iterable[NamedAdapter], user_names: Sequence[str] | None) -> tuple[NamedAdapter, ...]:
-    """Return the adapters that a user sees, by its own names for them; None: all, by their whole names."""
+    """Return the adapters that are visible to a user, without the owner in their names.
+
+    With `user_names` None, return all adapters with their complete names.
+    """
     if user_names is None:
         return tuple(served)
-    return tuple(replace(one, name=shown_id(one.name)) for one in served if is_seen(one.name, user_names))
+    return tuple(replace(each, name=shown_id(each.name)) for each in served if is_seen(each.name, user_names))
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """The outcome of a weight update; raised as WeightUpdateFailed instead if no replica took it.
+    """The outcome of a weight update. If it failed on all replicas, WeightUpdateFailed is raised instead.
 
-    With an `adapter` the versions are those of its name, which was loaded beside what is served.
+    With an `adapter`, the update loaded this adapter and the versions are the adapter's.
     """
 
     version: int
     previous_version: int | None
     kv_policy: KVPolicy
-    replicas: tuple[ReplicaUpdate, ...]  # without times, if its coordinator died before its end
+    replicas: tuple[ReplicaUpdate, ...]  # without times if the coordinator stopped during the update
     total_ms: float
-    began_at: float = 0.0  # seconds since 1970; 0: not known
+    began_at: float = 0.0  # Unix time in seconds; 0: unknown
     adapter: str = ""
 
     @property
@@ -332,27 +339,32 @@ class UpdateReport:
 
 
 def seen_reports(reports: Iterable[UpdateReport], user_names: Sequence[str] | None) -> tuple[UpdateReport, ...]:
-    """Return the reports of updates that a user sees, of adapters by its own names for them; None: all."""
+    """Return the update reports that are visible to a user, without the owner in adapter names.
+
+    With `user_names` None, return all reports unchanged.
+    """
     if user_names is None:
         return tuple(reports)
-    return tuple(replace(one, adapter=shown_id(one.adapter)) for one in reports if is_seen(one.adapter, user_names))
+    return tuple(
+        replace(each, adapter=shown_id(each.adapter)) for each in reports if is_seen(each.adapter, user_names)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateProgress:
-    """The weight update under way."""
+    """The running weight update."""
 
     version: int
     state: str  # "staging", "switching"
-    num_receivers: int  # workers that may still come through, of replicas that it waits for
-    failures: tuple[str, ...] = ()  # a line for each replica that has failed
-    waits_for: tuple[str, ...] = ()  # the replicas of these workers
+    num_receivers: int  # workers that can still succeed, of the replicas in `waits_for`
+    failures: tuple[str, ...] = ()  # one line per failed replica
+    waits_for: tuple[str, ...] = ()  # replicas that have not finished
     age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One line of the fleet table."""
+    """The state of one replica."""
 
     replica_id: str
     state: str
@@ -363,26 +375,26 @@ class ReplicaStatus:
     heartbeat_age_s: float
     num_workers: int = 1
     weight_dtype: str | None = None
-    error: str | None = None  # why it takes no traffic
-    is_paused: bool = False  # by its last report, as the following
-    asleep: tuple[MemoryTag, ...] = ()
-    kv_predicted_tokens: int = 0  # that those with leases hold, and will grow by in their next turns
-    kv_limit_tokens: int = 0  # up to which trajectories begin
-    kv_hit_rate: float | None = None  # of the context of turns that returned: the share found cached, lately
-    is_thrashing: bool = False  # turns that return compute most of their contexts again
-    entry: str = ""  # its kind of replicas in the config
-    features: tuple[Feature, ...] = ()  # what requests may ask of it
+    error: str | None = None  # the reason that it receives no traffic
+    is_paused: bool = False  # as of its last report
+    asleep: tuple[MemoryTag, ...] = ()  # as of its last report
+    kv_predicted_tokens: int = 0  # KV tokens of all leases, including the predicted growth in the next turn
+    kv_limit_tokens: int = 0  # new trajectories start while the prediction is below this limit
+    kv_hit_rate: float | None = None  # share of earlier contexts that recent turns found in the KV cache
+    is_thrashing: bool = False  # turns after the first recompute most of their contexts
+    entry: str = ""  # its engine pool in the config
+    features: tuple[Feature, ...] = ()  # features that requests may use
     max_context_tokens: int = 0
-    lora_rank: int | None = None  # the largest of an adapter; None: it serves none
-    max_loras: int | None = None  # adapters that it serves by name; None: none
-    is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
-    host: str = ""  # the address of its private port: its node's, on several hosts
-    quantization: str = ""  # of its weights; empty: none
+    lora_rank: int | None = None  # the maximum rank of an adapter; None: adapters are not supported
+    max_loras: int | None = None  # the maximum number of named adapters; None: adapters are not supported
+    is_noise: bool = False  # broken weights: the sampled logprobs stay at -ln(vocabulary)
+    host: str = ""  # the address of its private port: with several hosts, its node's address
+    quantization: str = ""  # the quantization of its weights; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class StartingReplica:
-    """A replica that has not joined yet. `reason` says what holds it back; empty: it loads."""
+    """A replica that has not joined yet. `reason` is the reason for its delay; empty: it is loading."""
 
     replica_id: str
     waiting_s: float
@@ -391,7 +403,7 @@ class StartingReplica:
 
 @dataclass(frozen=True, slots=True)
 class LostReplica:
-    """A replica that left the fleet, and the reason."""
+    """A replica that has left the fleet, with the reason."""
 
     replica_id: str
     reason: str
@@ -400,70 +412,76 @@ class LostReplica:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """The samples and calls that have not begun, and the room for them."""
+    """The samples and calls that have not started, and the KV capacity for them."""
 
     num_queued: int  # samples
-    num_waiting: int  # sessions and direct calls that have no lease yet
-    kv_predicted_tokens: int  # over the replicas that take traffic
+    num_waiting: int  # sessions and direct calls without a lease
+    kv_predicted_tokens: int  # sum over the replicas that receive traffic
     kv_limit_tokens: int
-    reason: str = ""  # why nothing begins; empty: it does, or nothing waits
-    longest_wait_s: float = 0.0  # since the first request of the call that has waited longest
+    reason: str = ""  # the reason that nothing starts; empty: work starts, or nothing waits
+    longest_wait_s: float = 0.0  # the longest current wait
     median_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """The store of versions that the service follows: its pointer, and what became of the last look at it."""
+    """The store of weight versions that the service follows: its latest version and the state of the last poll."""
 
     latest: int | None = None  # None: not read yet
-    state: str = "idle"  # "updating", "asleep" (the fleet is), "failed"
+    state: str = "idle"  # or "updating", "asleep" (the fleet is asleep), "failed"
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The service at one moment."""
+    """The current state of the service."""
 
-    is_ready: bool  # at least one replica takes traffic
+    is_ready: bool  # at least one replica receives traffic
     is_paused: bool
     weight_version: int | None
     replicas: tuple[ReplicaStatus, ...]
     num_workers: int
     rollouts: tuple[RolloutStatus, ...]
     updates: tuple[UpdateReport, ...]  # the latest, oldest first; bounded
-    asleep: tuple[MemoryTag, ...] = ()  # the memory that the fleet has given back
-    paused_s: float | None = None  # how long the operator's pause holds; None: there is none
+    asleep: tuple[MemoryTag, ...] = ()  # the memory that the fleet has released
+    paused_s: float | None = None  # duration of the operator's pause; None: not paused
     pause_reason: str = ""
     asleep_s: float | None = None
     sleep_reason: str = ""
     starting: tuple[StartingReplica, ...] = ()
     lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
-    degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each, by `findings`
-    update: UpdateProgress | None = None  # the one under way
+    degraded: tuple[
+        str, ...
+    ] = ()  # problems of the service, its replicas and hosts, one sentence each (`findings`)
+    update: UpdateProgress | None = None  # the running update
     groups: tuple[str, ...] = ()  # trainers' broadcast groups
-    transfer: str = ""  # the group whose transfer is open
+    transfer: str = ""  # the group with an open transfer
     queue: QueueStatus = QueueStatus(0, 0, 0, 0)
     users: tuple[UserUsage, ...] = ()
-    public_urls: tuple[str, ...] = ()  # of each host with an ingress process; of several hosts alone
-    is_encrypted: bool = False  # private connections; so are weights by sockets
-    num_refused: int = 0  # calls and connections to private ports: no key or another one, late, copies, misdirected
-    is_stopping: bool = False  # nothing is accepted or begun
+    public_urls: tuple[str, ...] = ()  # the URL of each host with an ingress process; empty with a single host
+    is_encrypted: bool = False  # private connections, including weight transfers over sockets
+    num_refused: int = (
+        0  # refused calls and connections to private ports: wrong key, expired, replayed, misdirected
+    )
+    is_stopping: bool = False  # no work is accepted or started
     is_disk_full: bool = False
-    store_away: str = ""  # why the run's store does not answer; empty: it does
-    drained: tuple[str, ...] = ()  # hosts that get no work
-    unread: tuple[tuple[str, float], ...] = ()  # rollouts, and seconds since a record of theirs waits for a reader
-    store: StoreStatus | None = None  # None: the service follows none
-    adapters: tuple[NamedAdapter, ...] = ()  # by name, the one pushed longest ago first
-    num_awaiting_turn: int = 0  # weight updates that wait until this model has the turn
+    store_away: str = ""  # the error of the unavailable run store; empty: it is available
+    drained: tuple[str, ...] = ()  # hosts that receive no work
+    unread: tuple[
+        tuple[str, float], ...
+    ] = ()  # rollouts, and the seconds that their oldest unread record has waited
+    store: StoreStatus | None = None  # None: the service follows no store of versions
+    adapters: tuple[NamedAdapter, ...] = ()  # named adapters, ordered by the time of their push
+    num_awaiting_turn: int = 0  # weight updates that wait for this model's turn on shared accelerators
 
 
 @dataclass(frozen=True, slots=True)
 class HostDrain:
-    """The rest of the work of a host that gets no more. It may go once there is neither."""
+    """The remaining work of a drained host. The host may be removed once both numbers are 0."""
 
     host: str
     num_running: int  # trajectories of its workers
-    num_leases: int  # on its replicas
+    num_leases: int  # leases on its replicas
 
     @property
     def may_go(self) -> bool:
@@ -472,125 +490,137 @@ class HostDrain:
 
 @dataclass(frozen=True, slots=True)
 class EndpointTable:
-    """The chat endpoint's processes, by number."""
+    """The processes of the chat endpoint by number, and the map from sessions to processes."""
 
-    urls: dict[int, str]  # private ones
-    holders: tuple[int, ...] = ()  # of slots, into which clients' own session ids fall; empty: the processes know
-    lost: frozenset[int] = frozenset()  # with their hosts, and the sessions there
-    inherited: frozenset[int] = frozenset()  # slots whose earlier holder was lost, with the sessions there
-    heirs: dict[int, int] = field(default_factory=dict)  # of lost processes whose sessions are in a database
+    urls: dict[int, str]  # private URLs
+    holders: tuple[
+        int, ...
+    ] = ()  # the process of each partition of client-chosen session ids; empty: not partitioned
+    lost: frozenset[int] = frozenset()  # processes lost with their hosts, including their sessions
+    inherited: frozenset[int] = frozenset()  # partitions whose earlier process was lost with its sessions
+    heirs: dict[int, int] = field(
+        default_factory=dict
+    )  # failover processes, for lost ones with sessions in a database
 
 
 def sessions_lease(number: int) -> str:
-    """Return the name of the lease of an endpoint process, with which it may write sessions to the run's store."""
+    """Return the name of the lease that allows an endpoint process to write sessions to the run's store."""
     return f"sessions-{number}"
 
 
 def as_its_users(record: Trajectory) -> Trajectory:
-    """Return a record with the names that its user gave."""
+    """Return a record without the owner in its ids, for the owner."""
     return replace(record, rollout_id=shown_id(record.rollout_id), adapter=shown_id(record.adapter))
 
 
 def assignment_id_of(rollout_id: str, group_id: str, sample_index: int) -> str:
-    """Return the id of one sample. One-to-one, because a rollout id holds no slash."""
+    """Return the id of one sample. It is unambiguous because rollout ids contain no slash."""
     return f"{rollout_id}/{group_id}/{sample_index}"
 
 
 def place_of(assignment_id: str) -> tuple[str, str, int]:
-    """Return the rollout, group and sample of an assignment. Raises InvalidRequest for what is the id of none."""
+    """Return the rollout, group and sample index of an assignment id. Raises InvalidRequest for an invalid id."""
     rollout_id, _, rest = assignment_id.partition("/")
     group_id, _, sample_index = rest.rpartition("/")
     if not sample_index.isdecimal():
-        raise InvalidRequest(f"{assignment_id!r} is no assignment", param="assignment_id")
+        raise InvalidRequest(
+            f"invalid assignment id {assignment_id!r}: expected ROLLOUT/GROUP/SAMPLE_INDEX", param="assignment_id"
+        )
     return rollout_id, group_id, int(sample_index)
 
 
 def group_key(assignment_id: str) -> str:
-    """Return the key of an assignment's group, which no other rollout has."""
+    """Return the key of an assignment's group, which is unique over all rollouts."""
     return assignment_id.rpartition("/")[0]
 
 
 def session_holder(session_id: str) -> str:
-    """Return the holder id of a session's or a direct call's lease. No assignment id begins with a slash."""
-    return f"/{session_id}"
+    """Return the lease holder id of a session or a direct call."""
+    return f"/{session_id}"  # no assignment id begins with a slash
 
 
 def is_session_holder(holder_id: str) -> bool:
-    """Tell if a lease's holder is a session or a direct call, not an assignment."""
+    """Return True if the lease holder is a session or a direct call, not an assignment."""
     return holder_id.startswith("/")
 
 
 class MetricsPort(Protocol):
-    """The coordinator as each process sees it that counts."""
+    """The coordinator's interface for processes that count metrics."""
 
     async def report_metrics(self, report: MetricsReport) -> None:
-        """Report what was counted, durably on return. A repeat changes nothing."""
+        """Store a report of counters, durably on return. Idempotent."""
 
 
 class ReplicaPort(Protocol):
-    """The coordinator as an engine replica sees it."""
+    """The coordinator's interface for engine replicas."""
 
     async def starting(self, replica_id: str, software: str) -> bool:
-        """Ask for leave to take memory; False: ask again. A permitted replica repeats the call until it registers.
+        """Request permission to allocate memory. Returns False if the replica has to ask again.
 
-        Raises InvalidRequest if its `software`, as `agentloop_servers.cluster.host` names it, is not the service's.
+        A replica with permission repeats the call until it registers. Raises InvalidRequest if its `software` (see
+        `agentloop_servers.cluster.host`) differs from the service's.
         """
 
     async def register(self, registration: ReplicaRegistration) -> None:
-        """Join the fleet. Takes traffic once it holds the fleet's weight version."""
+        """Join the fleet. The replica receives traffic once it has the fleet's weight version."""
 
     async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
-        """Report the engine's state. False: this coordinator does not know the replica, which registers again."""
+        """Report the engine's state. Returns False if the replica is unknown and must register again."""
 
     async def deregister(self, replica_id: str, reason: str = "") -> None:
-        """Leave the fleet; its leases move, and the status shows the reason. Unknown ids: no-op."""
+        """Leave the fleet. The replica's leases move, and the status shows `reason`. Unknown ids are ignored."""
 
 
 class WorkerPort(Protocol):
-    """The coordinator as a worker sees it."""
+    """The coordinator's interface for workers."""
 
     async def take(self, report: WorkerReport, wait_s: float) -> Orders:
-        """Report, and get work and cancellations; waits up to `wait_s` for either. Also the worker's heartbeat.
+        """Report the worker's state, and wait up to `wait_s` for assignments or cancellations.
 
-        A call that is cut off while it waits, without a next one, is the sign of a worker's death.
+        The call is also the heartbeat: if it is disconnected and not repeated, the worker is considered lost.
         """
 
     async def leave(self, worker_id: str) -> None:
-        """End a worker: its samples are queued again at once, at no cost of an attempt. Idempotent."""
+        """Deregister a worker. Its samples are queued again without counting an attempt. Idempotent."""
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Get another lease for a trajectory, on a replica that can serve what it `needs` from here on.
+        """Replace a trajectory's lease by one on a replica that supports its `needs`.
 
-        `is_failed`: its replica did not answer. Raises NoHealthyReplica, and UnsupportedParameter where no engine
-        of the service can serve it.
+        `is_failed` reports that the lease's replica did not respond. Raises NoHealthyReplica, and
+        UnsupportedParameter if no engine of the service supports the needs.
         """
 
     async def finish(self, worker_id: str, records: tuple[EncodedRecord, ...]) -> tuple[bool | Refusal, ...]:
-        """Hand in up to MAX_HAND_IN terminal records. A repeat changes nothing. Returns an answer to each.
+        """Submit up to MAX_HAND_IN terminal records. Returns one result per record. Idempotent.
 
-        True once the sample has a durable record, this one or an earlier one; False if it is rolled out again. One
-        that is refused harms no other.
+        A result is True once the sample has a durable record (this or an earlier one), False if the sample will be
+        run again, and a Refusal if this record is refused, which does not affect the others.
         """
 
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
-        """Report the leases and turns of the worker's process, whose id is the worker's; this renews the leases."""
+        """Report the leases and turns of the worker's process, and renew the leases.
+
+        Its process id is the worker id.
+        """
 
     async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of these assignments whose samples lack a record."""
+        """Return the assignments whose samples have no record."""
 
     async def keep_turns(
         self, parts: tuple[JournalPart, ...], forgotten: tuple[tuple[str, str], ...]
     ) -> tuple[str, ...]:
-        """Remove journals from the store, by assignment and run (all of an assignment's with the run ""), and then
-        append to others, durably. Returns the runs whose journals are over, because their samples have ended.
+        """Remove the journals in `forgotten` from the store, then append `parts`, durably.
+
+        `forgotten` has pairs of assignment and run; the run "" means all runs. Returns the runs whose journals have
+        ended because their samples have records.
         """
 
     async def kept_turns(self, assignment_id: str) -> tuple[tuple[str, bytes], ...]:
-        """Return what the store has of the journals of a sample, by run."""
+        """Return the stored journals of a sample as pairs of run and bytes."""
 
 
 class RolloutPort(Protocol):
-    """The rollouts of clients, and the records of sessions."""
+    """The coordinator's interface for the rollouts of clients and the records of sessions."""
 
     async def submit(
         self,
@@ -599,44 +629,49 @@ class RolloutPort(Protocol):
         terms: RolloutTerms = RolloutTerms(),
         user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
-        """Accept work, durably. Raises Overloaded if the queue has no room for all of it, and ModelNotFound for an
-        adapter in its terms that the user has not.
+        """Accept work, durably on return. The status has the rollout's complete id.
 
-        Here as below `user_names` are all names of the caller's user, who calls the rollout `rollout_id`
-        (`possible_ids`); None: any user's, by its whole id. The answer has the whole id.
+        Raises Overloaded if not all samples fit into the queue, and ModelNotFound if the user has no such adapter.
+
+        In all methods, `user_names` are all names of the caller's user, and `rollout_id` is that user's id for the
+        rollout (`possible_ids`). With `user_names` None, it is the complete id of any user's rollout.
         """
 
     async def claim(self, rollout_id: str, user_names: tuple[str, ...]) -> str:
-        """Reserve a rollout for a user's sessions. Returns its whole id. Raises Conflict, Gone."""
+        """Reserve a rollout for a user's sessions. Returns its complete id. Raises Conflict and Gone."""
 
     async def record(self, record: EncodedRecord) -> None:
-        """Store a finished session's record under its `rollout_id`; durable on return. A repeat changes nothing.
+        """Store the record of a finished session under its `rollout_id`, durably on return. Idempotent.
 
-        Raises Conflict if its place has another record, or its rollout was submitted.
+        Raises Conflict if the sample has a different record, or if the rollout was submitted.
         """
 
     async def read(
         self, rollout_id: str, after: int, limit: int, wait_s: float, user_names: tuple[str, ...] | None = None
     ) -> EncodedPage:
-        """Return finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
+        """Return up to `limit` records after the cursor `after`.
+
+        Waits up to `wait_s` for the first. Raises NotFound.
+        """
 
     async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
-        """Let the records up to `cursor`, which the caller has, be deleted. Raises NotFound, Gone."""
+        """Allow the deletion of the records up to `cursor`. Raises NotFound and Gone."""
 
     async def annotate(
         self, rollout_id: str, given: tuple[SampleAnnotation, ...], user_names: tuple[str, ...] | None = None
     ) -> RolloutStatus:
-        """Add annotations to records of a rollout, all or none, durably. A repeat adds them once more.
+        """Add annotations to records of a rollout, all or none, durably on return. A repeated call adds them again.
 
-        Raises NotFound, Gone, InvalidRequest for values that do not fit their record, and Conflict for too many.
+        Raises NotFound, Gone, InvalidRequest for values that do not fit their record, and Conflict for too many
+        annotations.
         """
 
     async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
-        """End what is queued or running, durably; each gets a CANCELLED record. Raises NotFound."""
+        """Cancel queued and running samples, durably. Each gets a CANCELLED record. Raises NotFound."""
 
 
 class LeasePort(Protocol):
-    """Places on replicas for direct calls and sessions."""
+    """The coordinator's interface for the leases of direct calls and sessions."""
 
     async def lease(
         self,
@@ -646,154 +681,172 @@ class LeasePort(Protocol):
         needs: Needs = NO_NEEDS,
         prefixes: tuple[Prefix, ...] = (),
     ) -> Lease:
-        """Grant a place to a direct call or a session, or find the one it has.
+        """Return the lease of a session or direct call; grants one if it has none.
 
-        It ends unless the process reports that it was taken. Raises NoHealthyReplica, and UnsupportedParameter
-        where no engine of the service can serve the needs.
+        A lease expires unless the process reports it as taken. Raises NoHealthyReplica, and UnsupportedParameter if
+        no engine of the service supports the needs.
         """
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Grant another place, as `WorkerPort.move` does; here the id may be a session's. Raises NotFound too."""
+        """Replace a lease, like `WorkerPort.move`. The id may be a session's. Raises NotFound too."""
 
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
-        """Report the leases, turns and ends of a process, which renews its leases."""
+        """Report the leases and turns of a process, and renew its leases."""
 
 
 class TrainerPort(Protocol):
-    """The fleet in a trainer's own broadcast group, for one transfer of weights at a time."""
+    """The coordinator's interface for weight transfers through a trainer's broadcast group, one at a time."""
 
     async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
-        """Have all workers join a group, with `is_replacement` in place of one of its name.
+        """Make all engine workers join a group. With `is_replacement`, replace an existing group of this name.
 
-        Ranks follow the order of the replicas' ids. Raises Conflict (the name exists), InvalidRequest
-        (another world size), NoHealthyReplica or WeightUpdateFailed.
+        Ranks follow the order of the replica ids. Raises Conflict (the name exists), InvalidRequest (a different
+        world size), NoHealthyReplica and WeightUpdateFailed.
         """
 
     async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
-        """Begin a transfer; with `is_repeatable` also if this group's is open, which goes on.
+        """Open a transfer. With `is_repeatable`, an open transfer of this group continues.
 
-        Raises NotFound, and Conflict if another transfer is open, or the group is not joined or has lost a replica.
+        Raises NotFound, and Conflict if another transfer is open, or if the group is incomplete or has lost a
+        replica.
         """
 
     async def receive_part(self, part: TransferPart) -> None:
-        """Receive tensors on all replicas while they decode. After a failure on all of them the group is gone.
+        """Receive tensors on all replicas while they decode. A failure on all replicas destroys the group.
 
-        Raises Conflict without an open transfer, CheckpointUnreadable, WeightUpdateFailed.
+        Raises Conflict without an open transfer, CheckpointUnreadable and WeightUpdateFailed.
         """
 
     async def end_transfer(self, group: str, version: int | None = None) -> UpdateReport:
-        """Bring the fleet to the weights that came, as `update_weights` does.
+        """Close the transfer and update the fleet to the received weights, like `update_weights`.
 
-        Without a `version` it is that of the parts, else the next one. Raises Conflict without an open transfer.
-        One whose update was refused before it began stays open.
+        The default `version` is the one in the parts, or else the next one. Raises Conflict without an open
+        transfer. If the update is refused before it starts, the transfer stays open.
         """
 
     async def destroy_group(self, name: str) -> None:
-        """Leave a group, and drop its open transfer. Idempotent."""
+        """Leave a group and drop its open transfer. Idempotent."""
 
     async def pull_version(self, order: PullVersion) -> None:
-        """Make a version on each host, once. Raises StorageFull, or the CheckpointUnreadable that tells why."""
+        """Build a weight version on each host, once per host. Raises StorageFull and CheckpointUnreadable."""
 
 
 class FleetPort(Protocol):
-    """The fleet as operators and trainers command it."""
+    """The coordinator's interface for operators and trainers to control the fleet."""
 
     async def update_weights(
         self, update: WeightUpdate, kv_policy: KVPolicy | None = None, force: bool = False
     ) -> UpdateReport:
-        """Bring every replica to a new version; with `force` also to an older or a refused one.
+        """Update all replicas to a new weight version. With `force`, it may be an older or a refused version.
 
-        A repeat (the same version from the same source) joins the update under way, or gets its report. Raises
-        Conflict, CheckpointUnreadable, WeightUpdateFailed, WeightsRefused.
+        A repeated call (the same version and source) joins the running update or returns its report. Raises
+        Conflict, CheckpointUnreadable, WeightUpdateFailed and WeightsRefused.
         """
 
     async def push_adapter(self, push: AdapterPush) -> UpdateReport:
-        """Serve a version of an adapter on every replica, beside all else; nothing pauses.
+        """Load a version of a named adapter on all replicas, without a pause. Idempotent.
 
-        A repeat changes nothing. A new name takes, where all have adapters, the place of the one that was pushed
-        longest ago and is in no use. Raises InvalidRequest, Conflict, AdaptersFull, CheckpointUnreadable.
+        If the replicas are full, a new name evicts the adapter that was pushed longest ago and is not in use.
+        Raises InvalidRequest, Conflict, AdaptersFull and CheckpointUnreadable.
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no more. Raises ModelNotFound, and AdapterInUse while calls or rollouts are under it."""
+        """Unload an adapter.
+
+        Raises ModelNotFound if it is not loaded, and AdapterInUse while calls or rollouts use it.
+        """
 
     async def pause(self, mode: PauseMode, reason: str = "") -> None:
-        """Pause generation on every replica until `resume`, over restarts too. Idempotent."""
+        """Pause generation on all replicas until `resume`, also across restarts. Idempotent."""
 
     async def resume(self) -> None:
-        """Undo `pause`. Idempotent."""
+        """End a pause. Idempotent."""
 
     async def sleep(self, level: int, reason: str = "") -> None:
-        """Freeze every replica and give its memory back, until `wake`, over restarts too. Idempotent.
+        """Freeze all replicas and release their memory until `wake`, also across restarts. Idempotent.
 
-        Raises InvalidRequest, EngineLost.
+        Raises InvalidRequest and EngineLost.
         """
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """Take memory back; generation continues once all of it is. Idempotent. Raises Conflict, EngineLost."""
+        """Allocate released memory again. Generation resumes once all memory is back. Idempotent.
+
+        Raises Conflict and EngineLost.
+        """
 
 
 class RecordsPort(Protocol):
-    """The stored records: those of the user with these names, or of all users. Ids are whole."""
+    """The coordinator's interface for stored records.
+
+    `user_names` restricts the results to one user; None: all users. Results have complete ids.
+    """
 
     async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
-        """Return a page of the facts of stored records. A user names groups by its own ids.
+        """Return a page of facts of stored records. With `user_names`, `query.group` is the user's own id.
 
         Raises InvalidRequest.
         """
 
     async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
-        """Return the record that a listing has as `seq`. Raises NotFound, also for another user's."""
+        """Return the record with `RecordFacts.seq`. Raises NotFound, also for a record of another user."""
 
     async def update_reports(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates, oldest first."""
 
     async def metrics(self) -> MetricsPage:
-        """Return the metrics of all processes, and what the state of the service says."""
+        """Return the metrics of all processes and those derived from the service's state."""
 
 
 class SeeingPort(RecordsPort, Protocol):
-    """The service as an operator looks at it."""
+    """The coordinator's read-only interface for operators."""
 
     async def status(self) -> ServiceStatus:
-        """Return the state of the service at this moment."""
+        """Return the current state of the service."""
 
     async def adapters(self) -> tuple[NamedAdapter, ...]:
-        """Return the adapters that are served by name."""
+        """Return the named adapters."""
 
     async def flight(self, limit: int, name: str = "") -> FlightPage:
-        """Return what the live trajectories and sessions do, with rows for `limit` of them, and for `name`."""
+        """Return the activities of live trajectories and sessions: at most `limit` rows, and the row of `name`."""
 
     async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
-        """Return the rows after `since` (seconds since 1970) of the series named so, or of all without names."""
+        """Return the rows of the named metrics after the Unix time `since`; without names, of all metrics."""
 
 
 class FrontPort(RolloutPort, LeasePort, FleetPort, TrainerPort, SeeingPort, Protocol):
-    """The coordinator as an ingress process sees it."""
+    """The coordinator's interface for ingress processes."""
 
     async def drain(self) -> tuple[int, int]:
-        """Accept and begin nothing more. Returns the numbers of running and queued trajectories. Idempotent."""
+        """Stop accepting and starting work. Returns the numbers of running and queued trajectories. Idempotent."""
 
     async def report_users(
         self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
     ) -> UsersNews:
-        """Report the users' use of one ingress process. Returns the use of all processes. With `reads_again` the
-        users' file is read anew. Raises InvalidRequest."""
+        """Report the users' usage in one ingress process. Returns the usage in all processes.
+
+        With `reads_again`, the users' file is read again first. Raises InvalidRequest.
+        """
 
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
-        """Give a host no more work, over restarts too, or end that. Returns what it still has. Idempotent.
+        """Stop assigning work to a host, also across restarts, or undo that.
 
-        Raises NotFound for an unknown host, and Conflict for the coordinator's and for the last one with a replica.
+        Returns its remaining work. Idempotent.
+
+        Raises NotFound for an unknown host, and Conflict for the coordinator's host and the last host with a
+        replica.
         """
 
     async def look_at_store(self) -> StoreStatus:
-        """Look at the pointer of the store of versions now. Returns what was known. Raises Conflict without one."""
+        """Poll the store of weight versions now.
+
+        Returns the state before the poll. Raises Conflict without a store.
+        """
 
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
-        """Return the numbers of the `num` endpoint processes of a host, which its disk stands for."""
+        """Return the numbers of the `num` endpoint processes of the host with the disk id `disk`."""
 
     async def join_endpoint(self, number: int, url: str, public_url: str) -> EndpointTable:
-        """Announce an endpoint process, its private URL and the public one of its host."""
+        """Register an endpoint process with its private URL and the public URL of its host."""
 
     async def keep_images(self, images: tuple[Image, ...]) -> None:
-        """Keep images of calls with the run, before a record names them."""
+        """Store images of calls with the run, before a record refers to them."""

@@ -1,7 +1,7 @@
-"""A terminal record in transit: its maker encodes it once; its readers alone decode it.
+"""A terminal record in transit. The process that creates it encodes it once, and only its final readers decode it.
 
-The header has the fields that the coordinator uses. The coordinator adds the staleness, the last field of the
-encoded bytes, by appending its value.
+The header fields are those that the coordinator needs. The coordinator sets `staleness` without decoding the
+record: it is the last field of the encoding, so its value is appended to the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentloop.values import codec
 
 @dataclass(frozen=True, slots=True)
 class EncodedRecord:
-    """A Trajectory as bytes, and the facts of it that its queue, its group and its store need."""
+    """An encoded Trajectory with the header fields that the queue, the group and the store use."""
 
     rollout_id: str
     group_id: str
@@ -26,20 +26,20 @@ class EncodedRecord:
     is_complete: bool
     is_sound: bool
     num_response_tokens: int  # over all paths
-    oldest_version: int | None  # of the tokens in its mask; None: it is empty
+    oldest_version: int | None  # the range over the tokens in the loss mask; None: it is empty
     newest_version: int | None
     max_staleness: int | None
-    adapter: str  # by whose versions it is as old as it is
+    adapter: str  # `staleness` counts the versions of this adapter
     staleness: int | None
-    facts: Values  # `facts_of` it
-    data: memoryview  # `codec.encode` of the Trajectory, without the value of its last field, `staleness`
-    digest: bytes  # SHA-256 of `data`, so also of the attempt; whoever changes the record keeps its maker's digest
+    facts: Values  # the result of `facts_of`
+    data: memoryview  # `codec.encode(trajectory)` without the value of the last field, `staleness`
+    digest: bytes  # SHA-256 of `data` as first encoded; a component that changes the record keeps the digest
 
     @classmethod
     def of(cls, trajectory: Trajectory, encoded: bytes | None = None) -> EncodedRecord:
-        """Encode a record, unless it is `encoded`.
+        """Create an EncodedRecord. `encoded` are the bytes of `codec.encode(trajectory)`, if already known.
 
-        Raises what the codec raises for text or numbers that have no wire form.
+        Raises the codec's error for text or numbers that cannot be encoded.
         """
         encoded = codec.encode(trajectory) if encoded is None else encoded
         staleness = codec.encode(trajectory.staleness)
@@ -66,14 +66,14 @@ class EncodedRecord:
 
     @property
     def is_trained(self) -> bool:
-        """True if the trainer consumes it, as `Trajectory.is_trained`."""
+        """True if the trainer uses the record, like `Trajectory.is_trained`."""
         return self.is_sound and self.oldest_version is not None
 
     @property
     def value(self) -> bytes:
-        """The bytes of the whole record, as `codec.encode(Trajectory)` makes them."""
+        """The bytes of the complete record, equal to `codec.encode(trajectory)`."""
         return b"".join((self.data, codec.encode(self.staleness)))
 
     def decoded(self) -> Trajectory:
-        """Return the record. Raises InvalidRequest if the bytes hold none."""
+        """Decode the record. Raises InvalidRequest if the bytes are not a valid record."""
         return codec.decode(self.value, Trajectory)

@@ -1,4 +1,7 @@
-"""The facts of a record: one row of numbers and names, made by the record's maker and listed without the record."""
+"""Facts of a record: one row of numbers and names for listings, which do not read the record itself.
+
+The process that encodes the record computes them.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,20 @@ _MAX_LINE_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class RecordFacts:
-    """One record in a listing. Its fields are the columns of the store's table."""
+    """One record in a listing. The fields are the columns of the store's table."""
 
-    seq: int  # grows in the order the records were committed
+    seq: int  # increases in commit order
     rollout_id: str
     group_id: str
     sample_index: int
     attempt: int
     stop_reason: str
     is_complete: bool
-    oldest_version: int | None  # of the tokens in its mask
+    oldest_version: int | None  # the range over the tokens in the loss mask
     newest_version: int | None
     staleness: int | None
     task_id: str
-    began_at: float | None  # seconds since 1970
+    began_at: float | None  # Unix time in seconds
     total_s: float
     reward: float | None
     failure: str | None
@@ -44,18 +47,18 @@ class RecordFacts:
     num_sampled_tokens: int
     num_cached_tokens: int
     num_lost_tokens: int
-    replica: str  # of the last turn
+    replica: str  # the replica of the last turn
     worker: str
-    task: str  # the first line of the task, cut
-    answer: str  # the first line of the last answer, cut
+    task: str  # the first line of the first user message, truncated
+    answer: str  # the first line of the last assistant message, truncated
 
 
-_NAMES = [one.name for one in fields(RecordFacts)]
+_NAMES = [column.name for column in fields(RecordFacts)]
 FACT_NAMES = tuple(_NAMES[_NAMES.index("task_id") :])
 
 
 def facts_of(trajectory: Trajectory) -> Values:
-    """Return the values of `FACT_NAMES`. Text has no NUL, which PostgreSQL cannot store."""
+    """Return the values of `FACT_NAMES`, with NUL removed from text because PostgreSQL cannot store it."""
     paths, times = trajectory.paths, trajectory.times
     turns = [turn for path in paths for turn in path.own_turns]
     messages, failure = trajectory.messages, trajectory.failure
@@ -77,8 +80,8 @@ def facts_of(trajectory: Trajectory) -> Values:
         0 if times is None else sum(times.lost_tokens.values()),
         turns[-1].replica_id if turns else "",
         "" if times is None else times.worker,
-        _line(next((one for one in messages if one.role == "user"), None)),
-        _line(next((one for one in reversed(messages) if one.role == "assistant" and one.content), None)),
+        _line(next((message for message in messages if message.role == "user"), None)),
+        _line(next((each for each in reversed(messages) if each.role == "assistant" and each.content), None)),
     )
     return tuple(value.replace("\0", "") if isinstance(value, str) else value for value in values)
 
@@ -93,32 +96,35 @@ class ListOrder(StrEnum):
 
     NEWEST = "newest"
     SLOWEST = "slowest"
-    BEST = "best"  # by reward; records without one are left out
+    BEST = "best"  # by reward; records without a reward are omitted
     WORST = "worst"
 
 
 @dataclass(frozen=True, slots=True)
 class FactsQuery:
-    """The records to list. A search for `text` is for newest-first listings. A range has its lower end, not its
-    upper one; records without a reward are in no range of it."""
+    """Filters and order of a listing of records.
+
+    A search for `text` requires the order NEWEST. Ranges include the lower and exclude the upper bound; records
+    without a reward match no range of rewards.
+    """
 
     order: ListOrder = ListOrder.NEWEST
-    failed: bool = False  # only those that ended by a failure
-    task: str = ""  # only those of this task id
-    text: str = ""  # within the first lines of task and answer, in any case (with SQLite, of ASCII letters)
+    failed: bool = False  # only records that ended with a failure
+    task: str = ""  # only records of this task id
+    text: str = ""  # substring of the `task` or `answer` line, case-insensitive (in SQLite only for ASCII letters)
     limit: int = 50
-    cursor: str = ""  # of the page before; empty: the first page
-    group: str = ""  # only those of this "ROLLOUT/GROUP"
+    cursor: str = ""  # `FactsPage.cursor` of the previous page; empty: the first page
+    group: str = ""  # only records of this "ROLLOUT/GROUP"
     min_reward: float | None = None
     max_reward: float | None = None
-    min_s: float | None = None  # of `total_s`
+    min_s: float | None = None  # range of `total_s`
     max_s: float | None = None
-    has_totals: bool = True  # the first page has totals and histograms
+    has_totals: bool = True  # include totals and histograms in the first page
 
 
 @dataclass(frozen=True, slots=True)
 class NotableRecord:
-    """One record that is worth a look, and why."""
+    """A record that deserves attention, with the reasons."""
 
     record: RecordFacts
     reasons: tuple[str, ...]
@@ -126,17 +132,17 @@ class NotableRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordPage:
-    """One record, to be looked at. A text is of one token alone; `missing` says why there are none."""
+    """One record for display, with the text of each token. `missing` is the reason that `texts` is empty."""
 
     record: Trajectory
-    texts: dict[str, str]  # by token id, in digits
+    texts: dict[str, str]  # the text of each single token, by token id in decimal digits
     missing: str = ""
     annotations: dict[str, RecordAnnotation] = field(default_factory=dict)  # the newest of each name
 
 
 @dataclass(frozen=True, slots=True)
 class FactsTotal:
-    """The records so far that ended alike, deleted ones too. Sums are over them."""
+    """Totals over all records, including deleted ones, with the same stop reason, failure and newest version."""
 
     stop_reason: str
     failure: str | None
@@ -150,7 +156,7 @@ class FactsTotal:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Numbers of values by range: `counts[n]` of them are at least `edges[n]` and below `edges[n + 1]`."""
+    """Histogram: `counts[n]` values are at least `edges[n]` and below `edges[n + 1]`."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -161,8 +167,8 @@ class FactsPage:
     """One page of a listing."""
 
     records: tuple[RecordFacts, ...]
-    cursor: str  # of the next page, which a search may fill; empty: this is the last
-    totals: tuple[FactsTotal, ...]  # on the first page, where the query has them
-    histograms: dict[str, Histogram] = field(default_factory=dict)  # as `totals`, by the name of the fact;
-    # of the records that the query lists among the latest ones
-    is_of_latest: bool = False  # the histograms leave older records out
+    cursor: str  # the next page's cursor; empty: this is the last page. A page of a search may have no records
+    totals: tuple[FactsTotal, ...]  # only on the first page, with `has_totals`
+    # By the name of the fact, over the matching records among the latest ones; only on the first page.
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    is_of_latest: bool = False  # the histograms omit older records

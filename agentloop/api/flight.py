@@ -1,4 +1,7 @@
-"""Live trajectories and sessions: what each is doing, since when, and where. A worker tells it once a second."""
+"""Live trajectories and sessions: the current activity of each, its duration and its process.
+
+Workers report the activities of their trajectories once a second.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +12,39 @@ from enum import StrEnum
 
 
 class Doing(StrEnum):
-    """The work that a trajectory waits for."""
+    """The activity of a live trajectory."""
 
-    LOAD = "load"  # its loop, its tools, or what a lost worker left
-    PLACE = "place"  # a place on a replica
-    PREFILL = "prefill"  # its turn's first token
+    LOAD = "load"  # loading its loop, opening its tools, or reading the journal of a lost worker
+    PLACE = "place"  # waiting for capacity on a replica
+    PREFILL = "prefill"  # waiting for the first token of a turn
     DECODE = "decode"
     TOOL = "tool"
-    LOOP = "loop"  # its loop's own code, or that of its agent
+    LOOP = "loop"  # running the loop's own code, or the agent's
     REWARD = "reward"
-    HAND_IN = "hand_in"  # the coordinator, for its record
+    HAND_IN = "hand_in"  # submitting its record to the coordinator
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A live trajectory at one moment, as its worker tells it."""
+    """The state of a live trajectory, as reported by its worker."""
 
     doing: Doing
-    for_s: float  # since when
-    age_s: float  # since it began
-    what: str = ""  # the tool that it waits for
+    for_s: float  # duration of the current activity
+    age_s: float  # since the trajectory started
+    what: str = ""  # the name of the running tool
     turn: int = 0
-    num_tokens: int = 0  # sampled so far, of the turn under way too
-    left_s: float | None = None  # until its deadline
+    num_tokens: int = 0  # sampled so far, including the current turn
+    left_s: float | None = None  # until the trajectory's deadline
 
     @property
     def name(self) -> str:
-        """The work that it waits for, in words: "decode", "tool NAME"."""
+        """The activity as text: "decode", "tool NAME"."""
         return f"{self.doing} {self.what}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class FlightRow:
-    """A live trajectory, or a session that has a lease or waits for one (`worker` is then empty)."""
+    """A live trajectory, or a session that has a lease or waits for one; a session has no `worker`."""
 
     id: str
     flight: Flight
@@ -51,27 +54,29 @@ class FlightRow:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """The latest code that blocked the event loop of a process for a second or more."""
+    """The latest time that the event loop of a process was blocked for at least one second."""
 
     process: str  # as in metrics: "worker-ID", "ingress-0", ...
-    place: str  # FILE:LINE; "": no code, the host was short of CPU
+    place: str  # FILE:LINE of the blocking code; "": the host was short of CPU
     ago_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class FlightPage:
-    """The live trajectories and sessions: the oldest, and how many there are of each kind. One that was asked for
-    by name comes after them."""
+    """The oldest live trajectories and sessions, and the number of trajectories by activity.
+
+    A trajectory or session that the request names is appended.
+    """
 
     oldest: tuple[FlightRow, ...]
-    sessions: tuple[FlightRow, ...]  # the longest waits for KV, then the longest idle
-    doing: tuple[tuple[str, int], ...]  # of all trajectories: "decode", "tool NAME", ...
-    num_free: int  # places of workers
-    silent: tuple[tuple[str, float], ...] = ()  # workers, and the seconds since they were heard
-    longest_tools: tuple[FlightRow, ...] = ()  # of all, those that a tool or a reward runs for longest
+    sessions: tuple[FlightRow, ...]  # the longest waits for KV cache, then the longest idle
+    doing: tuple[tuple[str, int], ...]  # number of trajectories by `Flight.name`: "decode", "tool NAME", ...
+    num_free: int  # free slots of workers
+    silent: tuple[tuple[str, float], ...] = ()  # silent workers, and the seconds since their last report
+    longest_tools: tuple[FlightRow, ...] = ()  # the longest-running tools and rewards
     blocked: tuple[Blocked, ...] = ()
 
 
 def doing_of(flights: Iterable[Flight]) -> tuple[tuple[str, int], ...]:
-    """Count flights by what they do, the most first."""
+    """Count flights by activity, the most frequent first."""
     return tuple(Counter(flight.name for flight in flights).most_common())

@@ -1,4 +1,4 @@
-"""The last quarter of an hour of a service in numbers, for pages and terminals without a Prometheus beside them."""
+"""Metrics of the last 15 minutes, for the dashboard and `agentloop top` without a Prometheus server."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HISTORY_FAMILIES = frozenset(
         *("trajectories_total", "turn_tokens_total", "tokens_lost_total", "paused_seconds_total"),
     )
 )
-"""Names in `FAMILIES` of `observability/metrics.py`: about ten series per replica, some thirty of the service.
+"""Names in `FAMILIES` of `observability/metrics.py`: about ten series per replica and thirty for the service.
 
-Counters are totals; readers take differences."""
+Counters are totals; readers compute differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistorySeries:
-    """One series: a value for each of the page's times, null where it was not there."""
+    """One time series: a value for each of the page's times, None where it is missing."""
 
     name: str
     labels: Labels
@@ -33,8 +33,8 @@ class HistorySeries:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """Series over time. `interval_s` is between two rows: a second, and more in a fleet of hundreds of replicas."""
+    """Time series with common times, `interval_s` apart: one second, or more with hundreds of replicas."""
 
     interval_s: float
-    times: tuple[float, ...]  # seconds since 1970, the oldest first
+    times: tuple[float, ...]  # Unix times in seconds, ascending
     series: tuple[HistorySeries, ...]

@@ -1,7 +1,7 @@
-"""The JSON of our answers, and its schemas for the OpenAPI page, both made from the dataclasses themselves.
+"""JSON responses and their OpenAPI schemas, both derived from the dataclasses.
 
-An answer is what `codec.to_builtins` writes, with the two differences that stand here: a rollout's status tells
-`is_done` too, and a generation its first and last weight version, and not the engine's load and stand-still.
+A response is the result of `codec.to_builtins`, with two exceptions: a rollout's status includes `is_done`; a
+generation includes its first and last weight version, but not `load`, `standstill_s`, `engine_s` and `decode_s`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from agentloop.values import codec
 
 SCHEMA_PREFIX = "#/components/schemas/"
 
-_UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # of a generation
-_ENDS = ("weight_version_start", "weight_version_end")  # of its tokens
+_UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # omitted fields of a generation
+_ENDS = ("weight_version_start", "weight_version_end")  # added fields of a generation
 
-_ANSWERS = (  # and what they are made of
+_ANSWERS = (  # msgspec adds the schemas of the dataclasses in their fields
     Finding,
     FlightPage,
     Generation,
@@ -40,12 +40,12 @@ _ANSWERS = (  # and what they are made of
 
 
 def rollout_status(status: RolloutStatus) -> dict[str, Any]:
-    """Return a rollout's status as plain JSON."""
+    """Return the JSON value of a rollout's status."""
     return {**codec.to_builtins(status), "is_done": status.is_done}
 
 
 def generation_answer(generation: Generation) -> dict[str, Any]:
-    """Return a generation as plain JSON."""
+    """Return the JSON value of a generation."""
     answer: dict[str, Any] = codec.to_builtins(generation)
     for name in _UNSAID:
         del answer[name]
@@ -56,13 +56,13 @@ def generation_answer(generation: Generation) -> dict[str, Any]:
 
 @cache
 def answer_schema(kind: Any) -> dict[str, Any]:
-    """Return the JSON schema of one of our dataclasses, or of a list of them; it refers to `answer_schemas`."""
+    """Return the JSON schema of a dataclass or a list of it, with references to `answer_schemas`."""
     (schema,), _ = _schemas((kind,))
     return schema
 
 
 def answer_schemas() -> dict[str, Any]:
-    """Return the schema of every answer by the name of its dataclass."""
+    """Return the schemas of all responses and their parts, by the name of the dataclass."""
     _, schemas = _schemas(_ANSWERS)
     schemas["RolloutStatus"]["properties"]["is_done"] = {"type": "boolean"}
     for name in _UNSAID:
@@ -71,7 +71,7 @@ def answer_schemas() -> dict[str, Any]:
         schemas["Generation"]["properties"][name] = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
     for schema in schemas.values():
         if "properties" in schema:
-            schema["required"] = list(schema["properties"])  # a field with a default is written too
+            schema["required"] = list(schema["properties"])  # fields with their default value are written too
     return schemas
 
 
@@ -80,7 +80,7 @@ def _schemas(kinds: tuple[Any, ...]) -> tuple[tuple[dict[str, Any], ...], dict[s
 
 
 def _array(kind: Any) -> dict[str, Any]:
-    """Return the schema of an array; its element type is not told here: numbers, or booleans in a mask."""
+    # msgspec does not pass the element type: numbers, or booleans in a mask.
     if kind is not np.ndarray:
         raise NotImplementedError
     return {"type": "array", "items": {"type": ["number", "boolean"]}}

@@ -1,9 +1,9 @@
-"""The HTTP request bodies that client and ingress share, and every cap on them.
+"""HTTP request bodies, shared by client and ingress, with all their limits.
 
-Request bodies are strict: a string is no number, a bool is no integer, unknown fields and numbers that are not
-finite are refused, and each list and string has a bound. An integer may be written `1.0`: JSON has one number type.
-If a key occurs twice, the last value counts. The shapes are those of `types.py` and `engine/interface.py`, which
-`values/codec.py` converts; fields without a dataclass field are not on the wire.
+Validation is strict: strings are not converted to numbers or booleans to integers, unknown fields and non-finite
+numbers are refused, and every list and string has a maximum length. An integer may be written as `1.0`, because
+JSON has one number type. Of duplicate keys the last one counts. The bodies have the same fields as the dataclasses
+of `types.py` and `engine/interface.py`, so that `values/codec.py` can convert them.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from agentloop.values.checks import (
 B = TypeVar("B", bound=BaseModel)
 
 MAX_PROBLEMS = 10
-MAX_ORDER_REASON_CHARS = 300  # of an order
+MAX_ORDER_REASON_CHARS = 300  # for pause and sleep
 MAX_PROBLEM_CHARS = 300
 MAX_PROMPT_TOKENS = 1 << 20
-MAX_SCORED_PROMPTS = 256  # of one call; a client sends more in several
-MAX_SCORES = 1 << 20  # logprobs of given tokens in one answer, alternatives included
+MAX_SCORED_PROMPTS = 256  # per call; the client splits larger requests
+MAX_SCORES = 1 << 20  # logprobs per response, including alternatives
 MAX_STOP_TOKEN_IDS = 64
-MAX_TASKS = 4096  # of one submit; a client sends more in several
+MAX_TASKS = 4096  # per submit; the client splits larger requests
 MAX_SAMPLES = 1024
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
@@ -78,17 +78,17 @@ MAX_TASK_CONTENT_CHARS = 1 << 20
 MAX_RUBRIC_CHARS = 16_384
 MAX_TASK_TOOLS = 128
 MAX_TEMPLATE_KWARGS = 64
-MAX_TASK_PARTS = 1024  # texts and images of one message
+MAX_TASK_PARTS = 1024  # texts and images per message
 MAX_TOOL_CALLS = 256
 MAX_REFERENCE_DEPTH = 32
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_WAIT_S = 60.0
-MAX_PAGE = 256  # trajectories of one read
+MAX_PAGE = 256  # trajectories per read
 MAX_PRIORITY = 1000
 MAX_SHARE = 1000.0
 MAX_CURSOR = 1 << 53
-MAX_ANNOTATIONS = 512  # records of one call; a client sends more in several
-MAX_PATHS = 4096  # of an annotated record
+MAX_ANNOTATIONS = 512  # records per call; the client splits larger requests
+MAX_PATHS = 4096  # per annotated record
 MAX_ADDRESSES = 4096
 MAX_TENSORS = 100_000
 MAX_TENSOR_NAME_CHARS = 512
@@ -96,13 +96,13 @@ MAX_TENSOR_DIMENSIONS = 8
 
 _INT32_MAX = (1 << 31) - 1
 _LIMITS = Limits()
-_TASK = RolloutTask(task_id="", messages=())  # the dataclasses own the defaults
+_TASK = RolloutTask(task_id="", messages=())  # the source of the default values
 _SAMPLING = SamplingParams(max_tokens=1)
 
 
 def _sampleable(temperature: float) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"neither 0 nor at least {MIN_TEMPERATURE:g}")
+        raise ValueError(f"must be 0 or at least {MIN_TEMPERATURE:g}, not {temperature:g}")
     return temperature
 
 
@@ -123,19 +123,19 @@ Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 _Addend = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-Bias = Annotated[tuple[TokenId, _Addend], Field(strict=False)]  # JSON has lists only; what is in it stays strict
+Bias = Annotated[tuple[TokenId, _Addend], Field(strict=False)]  # JSON has no tuples; the items are still strict
 Directory = Annotated[str, Field(min_length=1, max_length=4096)]
 Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 def _storable(value: JsonValue) -> JsonValue:
-    """Check that the binary codec can hold a JSON value too: bounded nesting, integers of 64 bits."""
+    """Return the value if the binary codec can encode it: limited nesting, integers of at most 64 bits."""
     level, depth = [value], 0
     while level:
         if depth > MAX_REFERENCE_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_REFERENCE_DEPTH}")
+            raise ValueError(f"must not be nested deeper than {MAX_REFERENCE_DEPTH} levels")
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 64 for item in level):
-            raise ValueError("an integer beyond 64 bits")
+            raise ValueError("integers must fit into 64 bits")
         children = (
             item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
         )
@@ -148,7 +148,7 @@ Json = Annotated[JsonValue, AfterValidator(_storable)]
 
 def _with_port(value: str) -> str:
     if not 1 <= int(value.rpartition(":")[2]) <= 65535:
-        raise ValueError("a port is 1 to 65535")
+        raise ValueError("the port must be from 1 to 65535")
     return value
 
 
@@ -160,17 +160,17 @@ Address = Annotated[
 
 
 def _with_whole_floats(schema: Any) -> Any:
-    """Return a validation schema whose integers may also be floats without a fraction.
+    """Return a validation schema that also accepts floats without a fraction as integers.
 
-    Bodies hold up to a million token ids: the check runs in pydantic's compiled core, not in a validator of ours.
+    This is a core schema and not a Python validator, because a body has up to a million token ids.
     """
     if isinstance(schema, list | tuple):
         return type(schema)(_with_whole_floats(item) for item in schema)
     if not isinstance(schema, dict) or schema.get("type") == "chain":
         return schema
     if schema.get("type") != "int":
-        kept = ("metadata", "default")  # they hold values, not schemas
-        return {key: value if key in kept else _with_whole_floats(value) for key, value in schema.items()}
+        opaque = ("metadata", "default")  # they contain values, not schemas
+        return {key: value if key in opaque else _with_whole_floats(value) for key, value in schema.items()}
     number = core_schema.union_schema(
         [core_schema.int_schema(strict=True), core_schema.float_schema(strict=True)],
         mode="left_to_right",
@@ -193,9 +193,9 @@ class Body(BaseModel):
 
 
 def parse_body(data: bytes, kind: type[B]) -> B:
-    """Read a body of type `kind`. Raises InvalidRequest for what is no UTF-8 JSON, or no `kind`.
+    """Parse and validate a body. Raises InvalidRequest if `data` is not UTF-8 JSON or not a valid `kind`.
 
-    The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
+    The parser also refuses lone surrogates, nesting beyond 200 levels and integers of more than 4,300 digits.
     """
     try:
         value = from_json(data)
@@ -205,7 +205,10 @@ def parse_body(data: bytes, kind: type[B]) -> B:
 
 
 def check_body(value: Any, kind: type[B]) -> B:
-    """Check that `value` is a `kind`. Raises InvalidRequest with at most ten problems; `param` names the first."""
+    """Validate a parsed body.
+
+    Raises InvalidRequest with at most ten problems and the first one's field as `param`.
+    """
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -214,12 +217,12 @@ def check_body(value: Any, kind: type[B]) -> B:
 
 
 def untagged(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the place of a problem as the client wrote it, without the tags of unions, which begin with `~`."""
+    """Return the location of a problem without pydantic's union tags, which begin with `~`."""
     return tuple(part for part in place if not (isinstance(part, str) and part.startswith("~")))
 
 
 def invalid_request(problems: Sequence[tuple[tuple[int | str, ...], str]]) -> InvalidRequest:
-    """Make one error of many problems (place, message), bounded in number and length."""
+    """Combine problems, pairs of location and message, into one error of limited length."""
     lines = []
     for place, message in problems[:MAX_PROBLEMS]:
         where = ".".join(map(str, place))
@@ -230,18 +233,18 @@ def invalid_request(problems: Sequence[tuple[tuple[int | str, ...], str]]) -> In
     return InvalidRequest("; ".join(lines), param=param or None)
 
 
-# --- generate ---------------------------------------------------------------------------------------------
+# Generation
 
 
 class ConstraintBody(Body):
-    """`Constraint`."""
+    """A `Constraint`."""
 
     kind: Literal["json_schema", "json_object", "structural_tag", "regex"]
     text: str = Field(default="", max_length=MAX_CONSTRAINT_CHARS)
 
 
 class VersionDemandBody(Body):
-    """The weight versions that a call accepts; it waits `wait_s` for them, and is a 409 then."""
+    """The weight versions that a call accepts. The call waits up to `wait_s` for them, then fails with 409."""
 
     min_version: Version | None = None
     exact_version: Version | None = None
@@ -250,16 +253,17 @@ class VersionDemandBody(Body):
     @model_validator(mode="after")
     def _can_be_met(self) -> Self:
         if self.exact_version is not None and self.exact_version < (self.min_version or 0):
-            raise ValueError("exact_version is below min_version: no version is both")
+            raise ValueError(
+                f"exact_version {self.exact_version} is below min_version {self.min_version}: no version meets both"
+            )
         return self
 
     def to_demand(self) -> VersionDemand:
-        """Return the demand."""
         return VersionDemand(self.min_version, self.exact_version, self.wait_s)
 
 
 class SamplingOptionsBody(Body):
-    """`SamplingOptions`."""
+    """The `SamplingOptions` of a call."""
 
     temperature: Temperature = _SAMPLING.temperature
     top_p: TopP = _SAMPLING.top_p
@@ -279,23 +283,22 @@ class SamplingOptionsBody(Body):
 
 
 class SamplingBody(SamplingOptionsBody):
-    """`SamplingParams`; `max_tokens` is always explicit."""
+    """The `SamplingParams` of a call. `max_tokens` is required."""
 
     max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
     num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_TOP_LOGPROBS)
 
 
 class GenerateBody(Body):
-    """The body of `POST /generate`: token ids in."""
+    """The body of `POST /generate`: the token ids of a prompt, and sampling parameters."""
 
     token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
     sampling: SamplingBody
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
-    weight_version: VersionDemandBody | None = None  # that of `sampling`, where other dialects have it too
-    model: Name | None = None  # outside a session: a model beside the policy, or an adapter
+    weight_version: VersionDemandBody | None = None  # overrides the one in `sampling`
+    model: Name | None = None  # outside of sessions: a model other than the policy, or an adapter
 
     def to_request(self, request_id: str) -> GenerateRequest:
-        """Return the request as an engine takes it."""
         sampling = codec.from_builtins(self.sampling.model_dump(), SamplingParams)
         if self.weight_version is not None:
             sampling = replace(sampling, weight_version=self.weight_version.to_demand())
@@ -303,7 +306,7 @@ class GenerateBody(Body):
 
 
 class ScoredPrompt(Body):
-    """The ids of a sequence, of which those from `start` on are scored: the first of all has no logprob."""
+    """The token ids of a sequence, scored from index `start` on. The first token has no logprob."""
 
     token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=2, max_length=MAX_PROMPT_TOKENS)
     start: int = Field(default=1, ge=1, le=MAX_PROMPT_TOKENS)
@@ -311,12 +314,12 @@ class ScoredPrompt(Body):
     @model_validator(mode="after")
     def _has_scores(self) -> Self:
         if self.start >= len(self.token_ids):
-            raise ValueError(f"start is {self.start}, of {len(self.token_ids)} tokens")
+            raise ValueError(f"start {self.start} must be less than the number of tokens, {len(self.token_ids)}")
         return self
 
 
 class TokenScoreBody(Body):
-    """The body of `POST /score`: sequences whose own tokens are scored, with `top_k` alternatives each."""
+    """The body of `POST /score`: sequences whose tokens are scored, with the `top_k` most likely alternatives."""
 
     prompts: list[ScoredPrompt] = Field(min_length=1, max_length=MAX_SCORED_PROMPTS)
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
@@ -325,11 +328,11 @@ class TokenScoreBody(Body):
     model: Name | None = None  # as in `GenerateBody`
 
 
-# --- rollouts ---------------------------------------------------------------------------------------------
+# Rollouts
 
 
 class ToolCallBody(Body):
-    """`ToolCall`, in the history that a task may bring along."""
+    """A `ToolCall` in the messages of a task."""
 
     id: Name
     name: Name
@@ -344,21 +347,21 @@ class ToolCallBody(Body):
 
 
 class ImageUrl(Body):
-    """The place of an image: a `data:` URL. `detail` is ignored: the model's own processor scales images."""
+    """The `data:` URL of an image. `detail` is ignored, because the model's own processor scales images."""
 
     url: Annotated[str, Field(max_length=MAX_IMAGE_URL_CHARS)]
     detail: Annotated[str, Field(max_length=64)] | None = None
 
 
 class ImagePart(Body):
-    """An image between texts."""
+    """An image in the content of a message."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
 class TaskTextPart(Body):
-    """A text between images."""
+    """A text in the content of a message."""
 
     type: Literal["text"]
     text: Text
@@ -378,13 +381,13 @@ TaskPart = Annotated[
     Discriminator(
         _part_tag,
         custom_error_type="unknown_part",
-        custom_error_message="a part of a content is of type text or image_url",
+        custom_error_message="the type of a content part must be text or image_url",
     ),
 ]
 
 
 class MessageBody(Body):
-    """`Message`. The content is a text, or texts and images side by side."""
+    """A `Message`. The content is a text, or a list of texts and images."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[
@@ -398,7 +401,7 @@ class MessageBody(Body):
 
 
 class LimitsBody(Body):
-    """`Limits`. Absent fields have the service's defaults."""
+    """The `Limits` of a task. Missing fields have default values."""
 
     max_turns: int = Field(default=_LIMITS.max_turns, ge=1, le=4096)
     max_tool_calls_per_turn: int = Field(default=_LIMITS.max_tool_calls_per_turn, ge=0, le=4096)
@@ -414,7 +417,7 @@ class LimitsBody(Body):
 
 
 class JudgeBody(Body):
-    """A reward by another model of the service."""
+    """A reward from another model of the service, which judges the conversation by a rubric."""
 
     model: Name
     rubric: Annotated[str, Field(min_length=1, max_length=MAX_RUBRIC_CHARS)]
@@ -425,7 +428,7 @@ def _reward_shape(value: Any) -> str:
 
 
 class TaskBody(SamplingOptionsBody):
-    """`RolloutTask`. A line of a task file has this form too."""
+    """A `RolloutTask`. The lines of task files have the same fields."""
 
     task_id: Name
     messages: Annotated[list[MessageBody], FailFast()] = Field(min_length=1, max_length=MAX_TASK_MESSAGES)
@@ -450,24 +453,24 @@ class TaskBody(SamplingOptionsBody):
     def _fits_together(self) -> Self:
         if self.constraint is not None and (self.tools or self.min_tokens):
             other = "tools" if self.tools else "min_tokens"
-            raise ValueError(f"{other} and a constraint exclude each other")
+            raise ValueError(f"{other} and constraint cannot be combined: remove one of them")
         return self
 
     @property
     def first_image(self) -> str | None:
-        """The place of the first image: `messages.i.content.j`; None if there is none."""
-        places = (
-            f"messages.{index}.content.{place}"
+        """The location of the first image, `messages.i.content.j`; None without images."""
+        locations = (
+            f"messages.{index}.content.{position}"
             for index, message in enumerate(self.messages)
-            for place, part in enumerate(() if isinstance(message.content, str) else message.content)
+            for position, part in enumerate(() if isinstance(message.content, str) else message.content)
             if isinstance(part, ImagePart)
         )
-        return next(places, None)
+        return next(locations, None)
 
     def to_task(self, image_roots: Sequence[Path] = ()) -> RolloutTask:
-        """Return the task as the service holds it; its images may be local files within `image_roots`.
+        """Return the task with its images, which may be local files within `image_roots`.
 
-        Raises InvalidRequest and UnsupportedParameter naming an image that cannot be had.
+        Raises InvalidRequest and UnsupportedParameter, with the field as `param`, for an image that cannot be read.
         """
         fields = self.model_dump()
         images: list[Image] = []
@@ -483,26 +486,27 @@ class TaskBody(SamplingOptionsBody):
 def read_parts(
     parts: Sequence[Any], image_roots: Sequence[Path], param: str, *, first: int = 0
 ) -> list[str | Image]:
-    """Return the texts and images of a content's checked parts. Raises as `read_image`, naming the part.
+    """Return the texts and images of validated content parts.
 
-    `first` is the index of the first part within the field `param`.
+    Raises the errors of `read_image` with the part as `param`. `first` is the index of the first part in the field
+    `param`.
     """
-    found: list[str | Image] = []
-    for place, part in enumerate(parts, start=first):
+    contents: list[str | Image] = []
+    for position, part in enumerate(parts, start=first):
         if not isinstance(part, ImagePart):
-            found.append(part.refusal if part.type == "refusal" else part.text)
+            contents.append(part.refusal if part.type == "refusal" else part.text)
             continue
         try:
-            found.append(read_image(part.image_url.url, image_roots))
+            contents.append(read_image(part.image_url.url, image_roots))
         except InvalidRequest as error:
-            raise type(error)(error.message, param=f"{param}.{place}") from error
-    return found
+            raise type(error)(error.message, param=f"{param}.{position}") from error
+    return contents
 
 
 def task_fields(task: RolloutTask) -> dict[str, Any]:
-    """Return a task as the fields of a `TaskBody`, its images as data URLs.
+    """Return the fields of the `TaskBody` of a task, with images as data URLs.
 
-    Raises InvalidRequest for a message that shows an image which the task does not bring.
+    Raises InvalidRequest if a message refers to an image that is not in `task.images`.
     """
     fields: dict[str, Any] = codec.to_builtins(replace(task, images=()))
     del fields["images"]
@@ -511,7 +515,10 @@ def task_fields(task: RolloutTask) -> dict[str, Any]:
         del body["images"]
         if message.images:
             if missing := [ref.sha256 for ref in message.images if ref.sha256 not in images]:
-                raise InvalidRequest(f"task {task.task_id!r} does not bring image {missing[0]}", param="images")
+                raise InvalidRequest(
+                    f"a message of task {task.task_id!r} refers to image {missing[0]}, which is not in its images",
+                    param="images",
+                )
             body["content"] = [
                 {"type": "text", "text": part}
                 if isinstance(part, str)
@@ -524,10 +531,10 @@ def task_fields(task: RolloutTask) -> dict[str, Any]:
 class SubmitBody(Body):
     """The body of `POST /rollouts`: tasks, each sampled `num_samples` times.
 
-    With `keep`, the first so many complete samples make a task's group, and the others are cancelled. With a
-    `rollout_id` of the caller's own, a submit whose answer was lost can be repeated: it counts once.
-    `max_staleness` is in weight versions; without it, `on_stale` has no effect. `priority`, `share`, `max_running`,
-    `run_id` and `adapter` are those of `RolloutTerms`.
+    With `keep`, a task's group consists of its first `keep` complete samples, and the others are cancelled. A
+    submit with a `rollout_id` chosen by the caller can be repeated if its response was lost: it counts once.
+    `max_staleness` is a number of weight versions; without it, `on_stale` has no effect. `priority`, `share`,
+    `max_running`, `run_id` and `adapter` are described at `RolloutTerms`.
     """
 
     tasks: Annotated[list[TaskBody], FailFast()] = Field(min_length=1, max_length=MAX_TASKS)
@@ -546,19 +553,18 @@ class SubmitBody(Body):
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
         if self.max_staleness is None and self.trajectories_per_version is not None:
-            raise ValueError("trajectories_per_version needs max_staleness")
+            raise ValueError("trajectories_per_version requires max_staleness")
         if self.keep is not None and self.keep > self.num_samples:
-            raise ValueError("keep is more than num_samples")
+            raise ValueError(f"keep {self.keep} is greater than num_samples {self.num_samples}")
         return self
 
     def terms(self, owner: str) -> RolloutTerms:
-        """Return the rollout's terms as the service holds them."""
         names = self.run_id or "", self.adapter or ""
         return RolloutTerms(owner, self.priority, self.share, self.max_running, *names)
 
     @property
     def staleness(self) -> StalenessLimit | None:
-        """The run's staleness limit, as the service holds it; None: there is none."""
+        """The run's staleness limit; None: no limit."""
         if self.max_staleness is None:
             return None
         on_stale = OnStale(self.on_stale)
@@ -566,13 +572,13 @@ class SubmitBody(Body):
 
 
 class AcknowledgeBody(Body):
-    """The body of `POST /rollouts/{id}/acknowledge`: the cursor up to which the caller has stored the records."""
+    """The body of `POST /rollouts/{id}/acknowledge`: the cursor of the last page that the caller has stored."""
 
     cursor: int = Field(ge=0, le=MAX_CURSOR)
 
 
 class AnnotationBody(Body):
-    """`SampleAnnotation`: one list of values, or for tokens one for each path."""
+    """A `SampleAnnotation`: one list of values or, with scope `token`, one list per path."""
 
     group_id: Name
     sample_index: int = Field(ge=0, le=_INT32_MAX)
@@ -583,25 +589,25 @@ class AnnotationBody(Body):
 
 
 class AnnotateBody(Body):
-    """The body of `POST /rollouts/{id}/annotate`: a trainer's numbers of one name, beside records."""
+    """The body of `POST /rollouts/{id}/annotate`: a trainer's numbers for several records, under one name."""
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.\-]{0,63}$")
     annotations: Annotated[list[AnnotationBody], FailFast()] = Field(min_length=1, max_length=MAX_ANNOTATIONS)
 
     def to_annotations(self) -> tuple[SampleAnnotation, ...]:
-        """Return the annotations as the store takes them. Raises InvalidRequest for one beyond 32-bit floats."""
-        made = (annotation_in(AnnotationScope(one.scope), one.values) for one in self.annotations)
+        """Return the annotations. Raises InvalidRequest for values that are not finite as 32-bit floats."""
+        annotations = (annotation_in(AnnotationScope(body.scope), body.values) for body in self.annotations)
         return tuple(
-            SampleAnnotation(one.group_id, one.sample_index, self.name, annotation)
-            for one, annotation in zip(self.annotations, made, strict=True)
+            SampleAnnotation(body.group_id, body.sample_index, self.name, annotation)
+            for body, annotation in zip(self.annotations, annotations, strict=True)
         )
 
 
-# --- control ----------------------------------------------------------------------------------------------
+# Control of the fleet
 
 
 Reason = Annotated[str, Field(max_length=MAX_ORDER_REASON_CHARS)]
-"""The reason of an order, as the status shows it."""
+"""The reason for a pause or sleep, which the status shows."""
 
 
 class PauseBody(Body):
@@ -612,14 +618,14 @@ class PauseBody(Body):
 
 
 class DrainBody(Body):
-    """The body of `POST /admin/drain`: a host by its address, as the status shows it."""
+    """The body of `POST /admin/drain`: the address of a host, as shown in the status."""
 
     host: Annotated[str, Field(min_length=1, max_length=255)]
     undo: bool = False
 
 
 def _one_source(schema: dict[str, Any]) -> None:
-    """Say in the schema what `WeightUpdate` checks: exactly one source."""
+    """Require exactly one source in the JSON schema, like `WeightUpdate` does."""
     schema["oneOf"] = [
         {"required": [name], "properties": {name: {"type": kind}}}
         for name, kind in (("directory", "string"), ("push", "object"), ("adapter", "string"))
@@ -628,7 +634,7 @@ def _one_source(schema: dict[str, Any]) -> None:
 
 
 class TensorBody(Body):
-    """`TensorInfo`."""
+    """A `TensorInfo`."""
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_TENSOR_NAME_CHARS, pattern=r"^[^\x00-\x1f\x7f]*$")]
     dtype: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
@@ -636,7 +642,7 @@ class TensorBody(Body):
 
 
 class PushBody(Body):
-    """`PushSource`: the addresses of a listening process, and its tensors."""
+    """A `PushSource`: the addresses of a sending process and the tensors that it serves."""
 
     addresses: list[Address] = Field(min_length=1, max_length=MAX_ADDRESSES)
     token: str = Field(pattern=r"^[\x21-\x7e]{1,512}$")
@@ -645,16 +651,15 @@ class PushBody(Body):
     certificates: list[Annotated[str, Field(max_length=4096)]] = Field([], max_length=MAX_ADDRESSES)
 
     def to_source(self) -> PushSource:
-        """Return the source as engines take it."""
         return codec.from_builtins(self.model_dump(), PushSource)
 
 
 class WeightsBody(Body):
     """The body of `POST /admin/weights`: one source of new weights, and their version.
 
-    `directory` and `adapter` are absolute paths of directories that the service may read. `force` accepts a version
-    that does not grow, and weights that make the model noise. With a `name` the adapter is loaded beside all else,
-    and the version is that name's; `kv_policy` then says nothing.
+    `directory` and `adapter` are absolute paths of directories that the service can read. `force` accepts a version
+    that is not greater than the current one, and weights that fail the canary check. With a `name`, the adapter is
+    loaded in addition to the served weights, the version is the adapter's, and `kv_policy` has no effect.
     """
 
     model_config = ConfigDict(json_schema_extra=_one_source)
@@ -669,26 +674,26 @@ class WeightsBody(Body):
 
     @property
     def policy(self) -> KVPolicy | None:
-        """Return the KV policy; None for the service's default."""
+        """The KV policy; None: the service's default."""
         return KVPolicy(self.kv_policy) if self.kv_policy is not None else None
 
     def to_push(self, name: str) -> AdapterPush:
-        """Return the push of an adapter by its whole name. Raises InvalidRequest for a body of another source."""
+        """Return the push of the adapter under its complete name. Raises InvalidRequest for any other source."""
         if self.adapter is None or self.to_update().adapter is None:
-            raise InvalidRequest("a name is an adapter's", param="name")
+            raise InvalidRequest("'name' requires the source 'adapter'", param="name")
         return AdapterPush(name, self.adapter, self.version, self.force)
 
     def to_update(self) -> WeightUpdate:
-        """Return the update as the fleet takes it. Raises InvalidRequest without exactly one source."""
+        """Return the weight update. Raises InvalidRequest without exactly one source."""
         push = self.push.to_source() if self.push is not None else None
         return WeightUpdate(self.version, self.directory, push, self.adapter)
 
 
 class UnloadAdapterBody(Body):
-    """The body of `POST /v1/unload_lora_adapter`, as vLLM's server has it."""
+    """The body of `POST /v1/unload_lora_adapter`, a route of vLLM's server."""
 
     lora_name: Name
-    lora_int_id: Json = None  # vLLM's own number: not used
+    lora_int_id: Json = None  # ignored
 
 
 class SleepBody(Body):
@@ -699,11 +704,11 @@ class SleepBody(Body):
 
 
 class WakeBody(Body):
-    """The body of `POST /admin/wake`: the memory to take back, or nothing for all of it."""
+    """The body of `POST /admin/wake`: the memory to allocate again; by default all of it."""
 
     tags: list[Literal["weights", "kv_cache"]] | None = Field(default=None, min_length=1, max_length=2)
 
     @property
     def memory(self) -> frozenset[MemoryTag]:
-        """Return the tags as engines take them."""
+        """The tags as a set; all tags if none are given."""
         return ALL_MEMORY if self.tags is None else frozenset(map(MemoryTag, self.tags))

@@ -1,7 +1,7 @@
-"""The HTTP bodies of the session routes, shared by client and ingress; strict, as those of `requests.py`.
+"""HTTP bodies of the session routes, shared by client and ingress. Validation is strict, as in `requests.py`.
 
-A session is opened, used through the chat routes, given a reward and finished. `finish` and `trajectories` answer
-alike: a JSON list of trajectories, or with `Accept: application/msgpack` the binary form of the same list.
+A session is opened, used through the chat routes, given a reward and finished. `finish` and `trajectories` both
+return a JSON list of trajectories, or the same list in the binary encoding with `Accept: application/msgpack`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentloop.score import MAX_NAMES, MAX_SCORE_NAME_CHARS, PathScore, Score
 from agentloop.types import JSON, StopReason, Trajectory
 from agentloop.values import codec
 
-SESSIONS_ROLLOUT_ID = "sessions"  # of sessions that name no rollout
+SESSIONS_ROLLOUT_ID = "sessions"  # the default rollout of sessions
 DEFAULT_TTL_S = 3600.0
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 MAX_SCORED_TURNS = 10_000
@@ -40,27 +40,29 @@ TurnId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TaskMessage(Body):
-    """The words of one message of a task."""
+    """The role and text of one message of a task."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Text = ""
 
 
 class NewSessionBody(Body):
-    """The body of `POST /sessions`. The session's record goes to `rollout_id`, as a sample of `group_id`.
+    """The body of `POST /sessions`. The session's record is stored in `rollout_id` as a sample of `group_id`.
 
-    With a `session_id` of the caller's own, a create whose answer was lost can be repeated: it makes one session.
-    `on_overflow` is for a prompt, after the first turn, that leaves no room in the context: it gets a reply that
-    was cut before its first token, or an error. `on_malformed_call` is for a call that cannot be read: it is
-    content, or a tool call, without a name if that cannot be read either. `task_messages` are the task's own: the
-    conversation that begins with them is the main one. `weight_version` is for calls that say none. All calls are
-    under the `adapter`, whatever model they name.
+    - `session_id`: an id chosen by the caller. The request can then be repeated if its response was lost.
+    - `on_overflow`: the result of a later prompt that fills the context. `length` returns a reply without tokens
+    and finish reason `length`; `error` returns an error.
+    - `on_malformed_call`: a tool call that cannot be parsed is returned as `content` or as a `tool_call`, whose
+    name may be empty.
+    - `task_messages`: the messages of the task. The conversation that begins with them is the main one.
+    - `weight_version`: the versions accepted by calls that do not set their own.
+    - `adapter`: used for all calls, regardless of their `model`.
     """
 
     session_id: Id | None = None
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=MAX_TIMEOUT_S)
     rollout_id: Id = SESSIONS_ROLLOUT_ID
-    group_id: Id | None = None  # None: a group of its own, named as the session
+    group_id: Id | None = None  # None: a new group with the session's id
     task_id: Name | None = None
     sample_index: int = Field(default=0, ge=0, le=MAX_SAMPLE_INDEX)
     on_overflow: OnOverflow = "length"
@@ -71,7 +73,7 @@ class NewSessionBody(Body):
 
 
 class PathScoreBody(Body):
-    """`PathScore` without its turns, which `ScoreBody` names by their ids."""
+    """A `PathScore` without turn rewards, which are in `ScoreBody.turn_rewards`."""
 
     reward: float | None = None
     tokens: TokenRewards | None = None
@@ -79,7 +81,7 @@ class PathScoreBody(Body):
 
 
 class ScoreBody(Body):
-    """`Score`, each path named by the id of its last turn."""
+    """A `Score`. The keys of `paths` are the ids of the last turn of each path."""
 
     reward: float | None = None
     components: dict[ScoreName, float] = Field(default_factory=dict, max_length=MAX_NAMES)
@@ -89,7 +91,6 @@ class ScoreBody(Body):
     untrainable_turns: list[TurnId] = Field(default_factory=list, max_length=MAX_SCORED_TURNS)
 
     def to_score(self) -> Score:
-        """Return the score as the service holds it."""
         paths: dict[int | str, PathScore] = {
             turn_id: PathScore(
                 path.reward,
@@ -109,7 +110,7 @@ class ScoreBody(Body):
 
 
 def score_values(score: Score) -> dict[str, JSON]:
-    """Return the values of the `ScoreBody` of a `resolved` score."""
+    """Return the fields of the `ScoreBody` of a `resolved` score."""
     paths = {
         turn_id: {
             "reward": path.reward,
@@ -129,19 +130,19 @@ def score_values(score: Score) -> dict[str, JSON]:
 
 
 class RewardBody(ScoreBody):
-    """The body of `POST /sessions/{id}/reward`. A later one replaces the same values of an earlier one."""
+    """The body of `POST /sessions/{id}/reward`. Its values replace those of earlier requests."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.to_score().is_empty:
-            raise ValueError("a reward, or something else to score, is missing")
+            raise ValueError("the body is empty: set 'reward' or another field of the score")
         return self
 
 
 class FinishBody(ScoreBody):
-    """The body of `POST /sessions/{id}/finish`; with an `error` the record is incomplete.
+    """The body of `POST /sessions/{id}/finish`. With an `error`, the record is incomplete.
 
-    `reward_error` says why there is no reward. `wait_s` is the time for open calls, which then fail.
+    `reward_error` is the reason that there is no reward. Open calls have `wait_s` to end, then they fail.
     """
 
     reward_error: Text = ""
@@ -151,18 +152,18 @@ class FinishBody(ScoreBody):
 
     @property
     def reason(self) -> StopReason:
-        """The reason for the session's end: the one given, or else whether there is an error."""
+        """The stop reason: `stop_reason`, or else LOOP_FAILED with an `error` and COMPLETED without."""
         if self.stop_reason is not None:
             return StopReason(self.stop_reason)
         return StopReason.LOOP_FAILED if self.error else StopReason.COMPLETED
 
 
 class NewSessionAnswer(BaseModel):
-    """The place of a new session. `direct_url` leads straight to its process, from its own host only, or, over
-    several hosts, to the one that has the session.
+    """A new session. `direct_url` reaches its process directly: on a single host from that host only, with several
+    hosts it is the URL of the session's host.
 
-    `api_key` is for its agent: it makes calls. `control_key`, for the session's maker, also rewards, finishes,
-    revokes and deletes.
+    `api_key` is for the agent and only allows calls. `control_key` is for the creator and also allows to set
+    rewards and to finish, revoke and delete the session.
     """
 
     session_id: str
@@ -173,26 +174,26 @@ class NewSessionAnswer(BaseModel):
 
 
 class SessionLine(BaseModel):
-    """A session in the answer of `GET /sessions`."""
+    """A session in the response of `GET /sessions`."""
 
     session_id: str
     state: Literal["open", "finished"]
-    created_at: float  # seconds since 1970
+    created_at: float  # Unix time in seconds
     rollout_id: str
 
 
 class SessionsAnswer(BaseModel):
-    """The answer of `GET /sessions`: a page of the caller's own, by id."""
+    """The response of `GET /sessions`: a page of the caller's sessions, ordered by id."""
 
     sessions: list[SessionLine]
 
 
 class SessionAnswer(BaseModel):
-    """A session at one moment: the answer of `GET /sessions/{id}` and of `POST /sessions/{id}/reward`."""
+    """The current state of a session: the response of `GET /sessions/{id}` and `POST /sessions/{id}/reward`."""
 
     session_id: str
     state: Literal["open", "finished"]
-    created_at: float  # seconds since 1970
+    created_at: float  # Unix time in seconds
     ttl_s: float
     rollout_id: str
     group_id: str
@@ -202,7 +203,7 @@ class SessionAnswer(BaseModel):
     components: dict[str, float] = Field(default_factory=dict)
     metrics: dict[str, float] = Field(default_factory=dict)
     stop_reason: str | None
-    policy_failure: str | None = None  # the stop reason that it would end with if its agent failed now
+    policy_failure: str | None = None  # the stop reason, instead of loop_failed, if its agent failed now
     error: str
     num_turns: int
     num_open_calls: int
@@ -212,17 +213,17 @@ class SessionAnswer(BaseModel):
 
 
 class DeletedAnswer(BaseModel):
-    """The answer of `DELETE /sessions/{id}`."""
+    """The response of `DELETE /sessions/{id}`."""
 
     session_id: str
     is_deleted: Literal[True] = True
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """Write the binary form of what `finish` and `trajectories` answer."""
+    """Return the binary encoding of the response of `finish` and `trajectories`."""
     return codec.encode(list(trajectories))
 
 
 def decode_trajectories(data: bytes) -> list[Trajectory]:
-    """Read what `encode_trajectories` writes. Raises InvalidRequest if `data` holds something else."""
+    """Decode the result of `encode_trajectories`. Raises InvalidRequest if `data` is not a list of trajectories."""
     return codec.decode(data, list[Trajectory])

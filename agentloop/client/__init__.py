@@ -1,4 +1,4 @@
-"""The client SDK: what a trainer or an agent's runner imports. Needs neither Ray nor an engine."""
+"""The client SDK for trainers and agent runners. It needs neither Ray nor an engine."""
 
 from __future__ import annotations
 

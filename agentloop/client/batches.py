@@ -1,8 +1,9 @@
-"""The batches of a trainer that does not wait for the last groups of each: `RolloutClient.batches`.
+"""Batches of the groups that finish first, for `RolloutClient.batches`.
 
-A batch is offered more groups than it takes. Those that are whole first make it, which favours short ones: ages
-and `carried_share` say how much. What is unfinished then is the next batch's head start, or ends. The service needs
-no word of this: groups go out in the order they came, so a later batch's take no place that an earlier one's need.
+For each batch, more groups are in progress than the batch needs, and the first complete ones form the batch. This
+favors short trajectories: `Batch.ages` and `Batch.carried_share` measure by how much. The unfinished groups carry
+over to the next batch or are cancelled. The service does not know about batches; it starts groups in submit order,
+so that groups of a later batch do not delay those of an earlier one.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from agentloop.types import RolloutTask, Trajectory
 
 
 class Carry(StrEnum):
-    """The fate of groups that are not whole when a batch is."""
+    """The policy for groups that are unfinished when a batch is complete."""
 
-    NEXT = "next"  # they run on, and count in the batch after it
-    CANCEL = "cancel"  # they end, and their tasks are not sampled again
+    NEXT = "next"  # they continue and count for the next batch
+    CANCEL = "cancel"  # they are cancelled, and their tasks are not sampled again
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """The numbers of groups that a batch takes and is offered. Raises InvalidRequest."""
+    """The size of a batch and the number of groups in progress. Raises InvalidRequest."""
 
     num_groups: int
     over_provision: float = 1.0
@@ -35,28 +36,30 @@ class BatchRule:
 
     def __post_init__(self) -> None:
         if self.num_groups < 1:
-            raise InvalidRequest("a batch has at least one group", param="num_groups")
+            raise InvalidRequest(f"num_groups must be at least 1, not {self.num_groups}", param="num_groups")
         if not 1.0 <= self.over_provision <= 16.0:
-            raise InvalidRequest("a batch is offered from 1 to 16 times its groups", param="over_provision")
+            raise InvalidRequest(
+                f"over_provision must be from 1 to 16, not {self.over_provision:g}", param="over_provision"
+            )
 
     @property
     def num_offered(self) -> int:
-        """The groups that are unfinished when a batch begins."""
+        """The number of unfinished groups at the start of a batch."""
         return math.ceil(self.num_groups * self.over_provision)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one batch, in the order in which they became whole."""
+    """The groups of one batch, in the order in which they were completed."""
 
-    number: int  # from 0
+    number: int  # starts at 0
     groups: tuple[Sequence[Trajectory], ...]
-    ages: tuple[int, ...]  # of each group: the batches since that for which it was submitted
-    num_unfinished: int  # groups that were not whole when this batch was
+    ages: tuple[int, ...]  # for each group, the number of batches since the one it was submitted for
+    num_unfinished: int  # groups in progress when this batch was complete
 
     @property
     def carried_share(self) -> float:
-        """The share of groups that an earlier batch has left."""
+        """The share of groups that were submitted for an earlier batch."""
         return sum(age > 0 for age in self.ages) / len(self.ages)
 
 
@@ -68,7 +71,7 @@ async def batches_of(
     *,
     acknowledge: bool,
 ) -> AsyncIterator[Batch]:
-    """Yield batches until all tasks have ended; the last may be smaller. `rollout` holds what is not read yet."""
+    """Yield batches until all tasks have ended. The last batch may be smaller. `rollout` owns the unread groups."""
     source, num_open, first_kept, number = iter(tasks), 0, 0, 0
     while True:
         new = list(islice(source, rule.num_offered - num_open))
@@ -78,12 +81,12 @@ async def batches_of(
         groups: list[Sequence[Trajectory]] = []
         ages: list[int] = []
         async for group in rollout.groups():
-            made_for = rollout.batch_of(group[0])
-            if made_for < first_kept:
-                continue  # what is left of a cancelled one
+            intended_batch = rollout.batch_of(group[0])
+            if intended_batch < first_kept:
+                continue  # cancelled together with an earlier batch
             num_open -= 1
             groups.append(group)
-            ages.append(number - made_for)
+            ages.append(number - intended_batch)
             if len(groups) == rule.num_groups:
                 break
         if not groups:

@@ -1,7 +1,7 @@
-"""The client SDK: everything a trainer asks of the service, over HTTP.
+"""RolloutClient: the HTTP client for trainers and agents.
 
-Every call repeats what can succeed later (`transport.py`). That is safe because each is keyed or idempotent; a
-repeated `generate` samples anew. Errors are those of `errors.py`, as the service raised them.
+All calls retry failures that may pass (`transport.py`). This is safe because every call is idempotent or has a key;
+a retried `generate` samples again. Errors of the service are raised as the classes of `errors.py`.
 
     async with RolloutClient(url) as client:
         rollout = await client.submit(tasks, num_samples=8)
@@ -88,15 +88,15 @@ _log = structlog.stdlib.get_logger(__name__)
 _FIRST_WAIT_S = 0.1
 _FORGET_TIMEOUT_S = 5.0
 _WHY_TIMEOUT_S = 5.0
-_MAX_PART_BYTES = 8 << 20  # of one submit; the service takes 32 MiB
+_MAX_PART_BYTES = 8 << 20  # per request; the service accepts 32 MiB
 
 
 class RolloutClient:
-    """A connection to one service, for any number of concurrent calls. Use as an async context manager.
+    """A client of one service, for any number of concurrent calls. Use it as an async context manager.
 
-    `timeout_s` bounds each HTTP exchange beyond the time that the call itself asks for; `retry_timeout_s` is the
-    budget of repeats for each call. Engines fetch pushed tensors from `listen_host`: by default 127.0.0.1 if the
-    service's URL is a loopback address, else this machine's address on the route to it.
+    `timeout_s` is the timeout of each HTTP request, in addition to the call's own waiting time. `retry_timeout_s`
+    is the maximum time for retries of one call. Engines fetch pushed tensors from `listen_host`: by default
+    127.0.0.1 if the service's URL is a loopback address, else this machine's address on the route to the service.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class RolloutClient:
         retry_timeout_s: float = 120.0,
         listen_host: str | None = None,
     ) -> None:
-        user_key = api_key if api_key is not None else admin_key  # the admin key opens every route
+        user_key = api_key if api_key is not None else admin_key  # the admin key is valid for all routes
         self._transport = Transport(url, user_key, admin_key, timeout_s, retry_timeout_s)
         self._listen_host = listen_host
-        self._pusher: Pusher | None = None  # made by the first push
+        self._pusher: Pusher | None = None  # created by the first push
         self._has_warned_of_truncation = False
 
     async def __aenter__(self) -> RolloutClient:
@@ -132,31 +132,34 @@ class RolloutClient:
         return self._transport.url
 
     async def flight(self, limit: int = 20) -> FlightPage:
-        """Return what live trajectories and sessions do, with rows of the `limit` oldest. Needs the admin key."""
+        """Return the activities of live trajectories and sessions, with the `limit` oldest. Needs the admin key."""
         return await self._get(f"/flight?limit={limit}", FlightPage, is_admin=True)
 
     async def history(self, *metrics: str, since: float = 0.0) -> HistoryPage:
-        """Return the last quarter of an hour, a row a second, from `since` on (seconds since 1970): the series of
-        these names, or all that are kept (`agentloop.api.history.HISTORY_FAMILIES`). Needs the admin key."""
+        """Return metrics of the last 15 minutes, after the Unix time `since`. Needs the admin key.
+
+        `metrics` are names in `agentloop.api.history.HISTORY_FAMILIES`; by default all of them.
+        """
         query = urlencode([("since", since), *(("metric", name) for name in metrics)])
         return await self._get(f"/history?{query}", HistoryPage, is_admin=True)
 
     async def why(self, trajectory: str | None = None) -> tuple[Finding, ...]:
-        """Return why nothing moves, or why it is slow, the most decisive finding first. Needs the admin key.
+        """Return the causes that delay the service, the most decisive first. Needs the admin key.
 
-        `trajectory` is an id as `flight` has it: what that one waits for comes first. Raises NotFound.
+        With the id of a live `trajectory` (see `flight`), its current activity is the first finding. Raises
+        NotFound for an unknown id.
         """
         query = "" if trajectory is None else urlencode({"trajectory": trajectory})
         return tuple(await self._get(f"/why?{query}", list[Finding], is_admin=True))
 
     async def wait_until_ready(self, timeout_s: float = 300.0) -> None:
-        """Return once a replica takes traffic. Raises DeadlineExceeded."""
+        """Wait until a replica takes traffic. Raises DeadlineExceeded after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
                         await self._transport.exchange("GET", "/health")
-                    except (Retryable, NotFound):  # a proxy before it may say 404
+                    except (Retryable, NotFound):  # a proxy may return 404 while the service starts
                         await asyncio.sleep(_FIRST_WAIT_S)
                     else:
                         return
@@ -170,7 +173,7 @@ class RolloutClient:
         try:
             async with asyncio.timeout(_WHY_TIMEOUT_S):
                 return f": {(await self.why())[0].text}"
-        except (AgentLoopError, TimeoutError):  # it is not there, or says it to an admin alone
+        except (AgentLoopError, TimeoutError):  # the service is down, or the client has no admin key
             return ""
 
     async def generate(
@@ -185,10 +188,10 @@ class RolloutClient:
         model: str | None = None,
         weight_version: VersionDemand | None = None,
     ) -> Generation:
-        """Sample a continuation of exactly these ids. A `model` is an adapter, or one beside the policy.
+        """Sample a continuation of the given token ids. `model` is an adapter, or a model other than the policy.
 
-        Raises ContextLengthExceeded, Overloaded and others, NotFound for an unknown model, and
-        WeightVersionNotServed for a demand that the service does not meet in its time.
+        Raises ContextLengthExceeded, Overloaded, NotFound for an unknown model, and WeightVersionNotServed if the
+        service does not serve an accepted version within the demand's `wait_s`.
         """
         sampling = {
             "max_tokens": max_tokens,
@@ -211,23 +214,26 @@ class RolloutClient:
         weight_version: VersionDemand | None = None,
         timeout_s: float = 600.0,
     ) -> list[TokenScores]:
-        """Return the logprobs of each sequence's own ids from `start` on, under the served weights.
+        """Return the logprobs of each sequence's tokens from index `start` on, under the served weights.
 
-        `start`, one for all or one for each, is at least 1: a sequence's first token has no logprob. `model` is as
-        in `generate`. Raises what that raises.
+        `start` is one value for all sequences or one per sequence. It is at least 1, because the first token of a
+        sequence has no logprob. `model` and errors are those of `generate`.
         """
         starts = [start] * len(batch) if isinstance(start, int) else start
         if len(starts) != len(batch):
-            raise InvalidRequest(f"{len(starts)} starts for {len(batch)} sequences", param="start")
+            raise InvalidRequest(
+                f"start has {len(starts)} values for {len(batch)} sequences: pass one per sequence, or an int",
+                param="start",
+            )
         prompts = [{"token_ids": list(ids), "start": first} for ids, first in zip(batch, starts, strict=True)]
         demand = None if weight_version is None else codec.to_builtins(weight_version)
         options = {"top_k": top_k, "timeout_s": timeout_s, "weight_version": demand, "model": model}
-        found = list[TokenScores]()
-        while len(found) < len(batch):
-            part = _next_scores(prompts, len(found), top_k)
+        scores = list[TokenScores]()
+        while len(scores) < len(batch):
+            part = _next_scores(prompts, len(scores), top_k)
             body = check_body({"prompts": part, **options}, TokenScoreBody)
-            found += await self._post("/score", body, list[TokenScores], extra_s=timeout_s)
-        return found
+            scores += await self._post("/score", body, list[TokenScores], extra_s=timeout_s)
+        return scores
 
     async def submit(
         self,
@@ -245,32 +251,31 @@ class RolloutClient:
         adapter: str | None = None,
         timeout_s: float = 3600.0,
     ) -> Rollout:
-        """Submit tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
+        """Submit tasks, each sampled `num_samples` times. Returns once the service has stored all of them durably.
 
-        `max_staleness` is the number of weight versions by which a trajectory's tokens may be old; 0 is on-policy.
-        `on_stale` says what happens beyond it: by default the tokens that are too old leave the mask. With
-        `trajectories_per_version`, the number that the trainer consumes for each new version, trajectories start
-        only as far ahead as that allows; submits of one `run_id` count together.
-        What waits for a version stays in the service's queue: do not await a submit that the queue cannot hold
-        before you train.
+        Staleness: `max_staleness` is the maximum age of a trajectory's tokens in weight versions; 0 is on-policy.
+        `on_stale` is the policy for older tokens; by default they are removed from the loss mask.
+        `trajectories_per_version` is the number of trajectories that the trainer consumes per version: trajectories
+        start only as far ahead as the staleness limit allows. Submits with one `run_id` count together. Samples
+        that wait for a version fill the service's queue: do not await a submit that exceeds it before you train.
 
-        With `keep`, the first `keep` complete samples of each task make its group, and the rest of `num_samples` is
-        cancelled: the longest need not end. Every sample still has its record; those of the rest are CANCELLED
-        and not complete, and a group never has more complete ones than it keeps.
+        Groups: with `keep`, a task's first `keep` complete samples form its group and the others are cancelled,
+        so that the slowest do not delay it. Every sample has a record, and the cancelled ones are not complete.
 
-        Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
-        have the service's places by their `share`; no more than `max_running` trajectories of a run live at a time.
-        Without these, and without a name, the work of one key starts in the order of its submits. With an
-        `adapter` all turns are sampled under it, and weight versions are its versions.
+        Scheduling: samples of a higher `priority` always start first, so an evaluation overtakes training. Runs of
+        equal priority share the capacity in proportion to `share`. At most `max_running` trajectories of a run are
+        live. Without these options and without a `run_id`, the work of one key starts in submit order. With an
+        `adapter`, all turns are sampled under it, and weight versions are the adapter's.
 
-        Where the service's queue is full this waits, in ever smaller parts, up to `timeout_s` (DeadlineExceeded).
-        What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.
+        While the service's queue is full, the tasks are submitted in smaller parts as capacity becomes available.
+        After `timeout_s`, DeadlineExceeded is raised. If a submit fails, its accepted parts are cancelled. Raises
+        InvalidRequest for an invalid task.
         """
         self._warn_of_truncation(tasks)
         bodies = [_with_lists(task_fields(task)) for task in tasks]
         has_limit = max_staleness is not None or trajectories_per_version is not None
         if has_limit or max_running is not None or share != 1.0:
-            run_id = run_id or _new_id()  # its parts count together
+            run_id = run_id or _new_id()  # the limits apply to all parts together
         options: dict[str, Any] = {"num_samples": num_samples, "keep": keep, "run_id": run_id, "priority": priority}
         options |= {"share": float(share), "max_running": max_running, "adapter": adapter}
         if has_limit:
@@ -282,7 +287,10 @@ class RolloutClient:
                 await self._submit_all(rollout, bodies, options)
         except TimeoutError as error:
             await self._forget(rollout)
-            raise DeadlineExceeded(f"the service did not take all tasks within {timeout_s:g} s") from error
+            raise DeadlineExceeded(
+                f"the service did not accept all {len(tasks)} tasks within {timeout_s:g} s: its queue is full; the "
+                "accepted ones are cancelled"
+            ) from error
         except BaseException:
             await self._forget(rollout)
             raise
@@ -299,19 +307,23 @@ class RolloutClient:
         acknowledge: bool = False,
         **options: Any,
     ) -> AsyncGenerator[Batch, None]:
-        """Yield batches of the `num_groups` groups that are whole first, until all `tasks` have ended.
+        """Yield batches of the first `num_groups` complete groups, until all `tasks` have ended.
 
-        Each batch begins with `num_groups * over_provision` groups unfinished: those that the one before has left,
-        which go first, and new ones. With `carry` "next" the unfinished ones run on while the caller trains; with
-        "cancel" they end, and are in no batch. `tasks` may be endless: no more are read than are offered. Short
-        groups are whole first: watch `Batch.ages` and `carried_share`. `options` are those of `submit`, whose
-        `max_staleness` and `on_stale` bound what runs on; with `num_samples` 1, trajectories are counted.
+        At the start of a batch, `num_groups * over_provision` groups are in progress: first those left over from
+        earlier batches, then new ones. With `carry` "next", unfinished groups continue while the caller trains;
+        with "cancel", they are cancelled. `tasks` may be infinite: it is read only as needed. Short trajectories
+        finish first: see `Batch.ages` and `Batch.carried_share`. `options` are those of `submit`; `max_staleness`
+        and `on_stale` limit the age of groups that carry over. With `num_samples` 1, each group is one trajectory.
 
-        With `acknowledge` the service may delete a batch's records once the next one is asked for. What is
-        unfinished when the iteration is closed is cancelled. Raises as `submit`.
+        With `acknowledge`, the service may delete a batch's records once the next batch is requested. Closing the
+        iterator cancels the unfinished groups. Raises the errors of `submit`.
         """
         rule = BatchRule(num_groups, over_provision, Carry(carry))
-        options = {"num_samples": num_samples, "run_id": _new_id(), **options}  # one run: an older group goes first
+        options = {
+            "num_samples": num_samples,
+            "run_id": _new_id(),
+            **options,
+        }  # one run, so older groups start first
 
         async def submit(part: Sequence[RolloutTask]) -> Rollout:
             return await self.submit(part, **options)
@@ -324,35 +336,44 @@ class RolloutClient:
             await self._forget(rollout)
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
-        """A rollout's counts. Raises NotFound."""
+        """Return the status of a rollout. Raises NotFound."""
         return await self._get(f"/rollouts/{rollout_id}", RolloutStatus)
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
-        """Say that the records up to `cursor` are kept elsewhere: the service may delete them.
+        """Allow the service to delete the records up to `cursor`, which the caller has stored.
 
-        A cursor is what `read` gave with them. Whether anything is deleted is the service's setting `retention`.
-        Raises NotFound, Gone.
+        `cursor` is `Page.cursor` of a `read`. The service's setting `retention` controls the deletion. Raises
+        NotFound and Gone.
         """
         body = check_body({"cursor": cursor}, AcknowledgeBody)
         return await self._post(f"/rollouts/{rollout_id}/acknowledge", body, RolloutStatus)
 
     async def annotate(self, record: Trajectory, name: str, values: AnnotationValues) -> None:
-        """Store a trainer's numbers beside a record, such as its advantage; the viewer shows them.
+        """Store a trainer's numbers for a record, such as advantages. The viewer shows them.
 
-        `values` are a number; a number for each path; or for each path an array with a number for each token of its
-        response, or empty. They are stored as 32-bit floats; NaN and infinite ones are refused. A later annotation
-        of a name is added, and the newest is shown. Raises InvalidRequest for values that do not fit the record,
-        NotFound, Gone, and Conflict for a record with 64 annotations.
+        `values` is a number, one number per path, or one array per path: empty, or one value per token of the
+        path's response. They are stored as 32-bit floats; NaN and infinite values are refused. A record may have
+        several annotations of one name; the newest is shown. Raises InvalidRequest for values that do not fit the
+        record, NotFound, Gone, and Conflict for a record with 64 annotations.
         """
         await self.annotate_all(name, [(record, values)])
 
     async def annotate_all(self, name: str, annotated: Iterable[tuple[Trajectory, AnnotationValues]]) -> None:
-        """As `annotate`, for many records: up to 512 of a rollout in one call, which stores all of its or none."""
+        """Annotate many records, like `annotate`.
+
+        Each request has up to 512 records of one rollout, and the service stores all of them or none.
+        """
         by_rollout = defaultdict[str, list[dict[str, Any]]](list)
         for record, values in annotated:
-            made = annotation_of(values)
-            place = {"group_id": record.group_id, "sample_index": record.sample_index, "scope": made.scope.value}
-            by_rollout[record.rollout_id].append({**place, "values": [one.tolist() for one in made.values]})
+            annotation = annotation_of(values)
+            sample = {
+                "group_id": record.group_id,
+                "sample_index": record.sample_index,
+                "scope": annotation.scope.value,
+            }
+            by_rollout[record.rollout_id].append(
+                {**sample, "values": [each.tolist() for each in annotation.values]}
+            )
         for rollout_id, left in by_rollout.items():
             num_sent = 0
             while num_sent < len(left):
@@ -362,11 +383,11 @@ class RolloutClient:
                 num_sent += len(part)
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:
-        """End what is queued or running; each sample still gets its record. Raises NotFound."""
+        """Cancel the queued and running samples of a rollout. Each still gets a record. Raises NotFound."""
         return await self._post(f"/rollouts/{rollout_id}/cancel", None, RolloutStatus)
 
     async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
-        """Finished trajectories after a cursor; waits up to `wait_s` for the first. Raises NotFound."""
+        """Return finished trajectories after the cursor `after`. Waits up to `wait_s` for one. Raises NotFound."""
         path = f"/rollouts/{rollout_id}/trajectories?after={after}&limit={limit}&wait_s={wait_s:g}"
         page = codec.decode(await self._transport.call("GET", path, accept=codec.MSGPACK, extra_s=wait_s), Page)
         return replace(page, trajectories=tuple(map(as_its_users, page.trajectories)))
@@ -388,19 +409,20 @@ class RolloutClient:
         max_retries: int = 2,
         timeout_s: float = 600.0,
     ) -> AgentSession:
-        """A recorded session for an agent, to be entered with `async with`; leaving it finishes it.
+        """Create a recorded session for an agent. Enter it with `async with`; leaving the context finishes it.
 
-        The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that is not
-        finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
-        `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version`, `adapter`: as `NewSessionBody` says.
+        The record is sample `sample_index` of `group_id`, by default of a new group. A session that is not finished
+        within `ttl_s` ends with an incomplete record. `max_retries` and `timeout_s` are for its OpenAI client.
+        `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version` and `adapter` are described at
+        `NewSessionBody`.
         """
         names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
         place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
         demand = None if weight_version is None else codec.to_builtins(weight_version)
         policy = {"on_overflow": on_overflow, "on_malformed_call": on_malformed_call, "weight_version": demand}
         policy |= {"adapter": adapter}
-        said = [{"role": message.role, "content": message.content} for message in task_messages]
-        body = check_body({**names, **place, **policy, "task_messages": said}, NewSessionBody)
+        messages = [{"role": message.role, "content": message.content} for message in task_messages]
+        body = check_body({**names, **place, **policy, "task_messages": messages}, NewSessionBody)
         return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)
 
     def finished_sessions(
@@ -411,11 +433,11 @@ class RolloutClient:
         idle_s: float | None = None,
         acknowledge: bool = False,
     ) -> AsyncIterator[Trajectory]:
-        """The records of finished sessions in commit order, also those still to come; the trainer's side.
+        """Iterate over the records of finished sessions in commit order, including future ones.
 
-        Ends once nothing new came for `idle_s`; None: never. `read` gives the same records with their cursors, so
-        that a trainer can go on where it stopped. With `acknowledge` each page is acknowledged once its last record
-        was handled, which asking for the next one says.
+        Ends after `idle_s` without a new record; None: never. Use `read` instead to get cursors, from which a
+        trainer can resume. With `acknowledge`, a page is acknowledged when the caller requests the record after its
+        last one.
         """
         return follow(self, rollout_id, after=after, idle_s=idle_s, acknowledge=acknowledge)
 
@@ -432,17 +454,17 @@ class RolloutClient:
         force: bool = False,
         late_grace_s: float = 10.0,
     ) -> UpdateReport:
-        """Bring every replica to new weights: named tensors, or a directory that the service sees at the same path.
+        """Update all replicas to new weights: named tensors, or a directory at the same path on all hosts.
 
-        Tensors have the checkpoint's names, and must not change until this returns. They go over `transport` (auto,
-        nccl, ipc, shm, tcp); floating-point ones as `dtype`, by default the one that the fleet computes in. Under
-        torch.distributed every rank calls this alike, with its shards or copies, and gets the same report; with
-        `all_ranks` false this process alone calls, and has all tensors whole. A receiver that is dead, hung or late
-        is left out `late_grace_s` after the others are there.
+        Tensors have the checkpoint's names and must not change until this returns. They are sent over `transport`
+        (auto, nccl, ipc, shm, tcp); floating-point tensors are cast to `dtype`, by default the dtype in which the
+        fleet computes. Under torch.distributed, every rank calls this with its shards or copies and receives the
+        same report; with `all_ranks` false, only this process calls it, with complete tensors. A missing receiver
+        is left out `late_grace_s` after the last other one arrived.
 
-        With `force` the version need not grow: a trainer goes on from an older checkpoint; and weights that make
-        the model noise are served all the same. Needs the admin key where keys are set. Raises Conflict,
-        CheckpointUnreadable, WeightUpdateFailed or WeightsRefused (the fleet then serves what it served).
+        With `force`, the version may be lower than the current one (to resume from an older checkpoint), and
+        weights that fail the canary check are served. Needs the admin key if keys are set. Raises Conflict,
+        CheckpointUnreadable, WeightUpdateFailed and WeightsRefused (the fleet keeps its weights).
         """
         options = PushOptions(version, kv_policy, transport, dtype, timeout_s, all_ranks, force, late_grace_s)
         if not isinstance(weights, str | Path):
@@ -450,7 +472,9 @@ class RolloutClient:
                 self._pusher = open_pusher(self, self._listen_host)
             return await self._pusher.push(weights, options)
         if transport != "auto" or dtype is not None:
-            raise InvalidRequest("a directory is read as it is: it has no transport and no dtype", param="weights")
+            raise InvalidRequest(
+                "transport and dtype apply to tensors only: engines read a directory unchanged", param="weights"
+            )
         return await self._update({"directory": _absolute(weights)}, options)
 
     async def update_adapter(
@@ -463,16 +487,17 @@ class RolloutClient:
         timeout_s: float = 900.0,
         force: bool = False,
     ) -> UpdateReport:
-        """Bring every replica to a LoRA adapter (PEFT format) over the base weights; else as `update_weights`.
+        """Update all replicas to a LoRA adapter (PEFT format) on the base weights, like `update_weights`.
 
-        With a `name`, in a service with `max_loras`, the adapter is loaded beside others, nothing pauses, and the
-        version is that name's. Raises AdaptersFull while every place has an adapter in use.
+        With a `name`, which requires `max_loras` in the service's config, the adapter is loaded in addition to
+        others without a pause, and the version is the adapter's. Raises AdaptersFull while all loaded adapters are
+        in use.
         """
         options = PushOptions(version, kv_policy, timeout_s=timeout_s, force=force)
         return await self._update({"adapter": _absolute(directory), "name": name}, options)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = 900.0) -> None:
-        """Serve an adapter no more. Raises NotFound, and AdapterInUse while calls or rollouts are under it."""
+        """Unload a named adapter. Raises NotFound, and AdapterInUse while calls or rollouts use it."""
         body = check_body({"lora_name": name}, UnloadAdapterBody)
         await self._transport.call("POST", "/v1/unload_lora_adapter", body=body, is_admin=True, extra_s=timeout_s)
 
@@ -489,12 +514,13 @@ class RolloutClient:
         cache: str | None = None,
         dtype: str | None = None,
     ) -> PublishReport:
-        """Publish weights as a version of a run in a store, and wake the service, which follows it by itself.
+        """Publish weights as a version of a run in a store, and notify the service, which follows the store.
 
-        Whole tensors, or a directory, as `update_weights` takes them; one process publishes. The store is a
-        directory or a URL of fsspec's. The last version is kept on this host, in `cache`, for the next delta; every
-        `full_every`th publication is full. Raises PointerWentBack for a version that is not beyond the last one,
-        LayoutMismatch, StoreUnreachable, StoreRefused. A service that does not answer is no error: it polls.
+        `weights` are complete tensors or a directory, as for `update_weights`; only one process publishes. The
+        store is a directory or an fsspec URL. This host keeps the last version in `cache` to compute the next
+        delta; every `full_every`-th publication is full. If the notification is lost, the service's next poll finds
+        the version. Raises PointerWentBack for a version that is not greater than the last one, LayoutMismatch,
+        StoreUnreachable and StoreRefused.
         """
         options = PublishOptions(store, run, encoding, checksum, full_every, cache)
         publisher = await asyncio.to_thread(open_publisher, options)
@@ -506,56 +532,67 @@ class RolloutClient:
         return report
 
     async def update_from(self, push: PushSource, options: PushOptions) -> UpdateReport:
-        """Have every replica fetch its weights from a process that listens. `update_weights` does all of it."""
+        """Update all replicas with weights that they fetch from a listening process.
+
+        `update_weights` calls this.
+        """
         body = _with_lists(codec.to_builtins(push))
-        for name in ("num_receivers", "num_optional", "is_optional"):  # the service counts
+        for name in ("num_receivers", "num_optional", "is_optional"):  # set by the service
             del body[name]
         return await self._update({"push": body}, options)
 
     async def sleep(self, level: int = 1, *, reason: str = "", timeout_s: float = 900.0) -> None:
-        """Freeze every replica and give its memory back: level 1 keeps the weights in host memory, 2 discards them.
+        """Freeze all replicas and release their memory: level 1 keeps the weights in host memory, 2 discards them.
 
-        Idempotent; needs the admin key. Requests in flight go on after `wake`. The status shows the reason.
+        Requests in flight resume after `wake`. The status shows the reason. Idempotent; needs the admin key.
         """
         body = check_body({"level": level, "reason": reason}, SleepBody)
         await self._transport.call("POST", "/admin/sleep", body=body, is_admin=True, extra_s=timeout_s)
 
     async def wake(self, tags: Iterable[MemoryTag] | None = None, *, timeout_s: float = 900.0) -> None:
-        """Take memory back, by default all; generation goes on once all is. Idempotent; needs the admin key."""
+        """Allocate released memory again, by default all of it. Generation resumes once all memory is back.
+
+        Idempotent; needs the admin key.
+        """
         body = check_body({"tags": None if tags is None else [str(tag) for tag in tags]}, WakeBody)
         await self._transport.call("POST", "/admin/wake", body=body, is_admin=True, extra_s=timeout_s)
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP, *, reason: str = "", timeout_s: float = 900.0) -> None:
-        """Pause generation on every replica until `resume`. Idempotent; needs the admin key."""
+        """Pause generation on all replicas until `resume`. Idempotent; needs the admin key."""
         body = check_body({"mode": mode.value, "reason": reason}, PauseBody)
         await self._transport.call("POST", "/admin/pause", body=body, is_admin=True, extra_s=timeout_s)
 
     async def resume(self, *, timeout_s: float = 900.0) -> None:
-        """Undo a pause. Idempotent; needs the admin key."""
+        """End a pause. Idempotent; needs the admin key."""
         await self._transport.call("POST", "/admin/resume", is_admin=True, extra_s=timeout_s)
 
     async def drain(self, host: str, *, undo: bool = False) -> HostDrain:
-        """Give a host of several no more work, over restarts too, or end that. Returns what it still has.
+        """Stop assigning work to one of several hosts, also across restarts, or undo that.
 
-        `host` is its address. Idempotent; needs the admin key. Raises NotFound, Conflict.
+        `host` is its address. Returns its remaining work. Idempotent; needs the admin key. Raises NotFound and
+        Conflict.
         """
         body = check_body({"host": host, "undo": undo}, DrainBody)
         return await self._post("/admin/drain", body, HostDrain, is_admin=True)
 
     async def status(self) -> ServiceStatus:
-        """The service at this moment."""
+        """Return the current status of the service."""
         return await self._get("/status", ServiceStatus)
 
     async def list_records(self, query: FactsQuery = FactsQuery()) -> FactsPage:  # noqa: B008 - frozen
-        """A page of the facts of stored records: the caller's, or with the admin key all. Raises InvalidRequest."""
-        parameters = urlencode({name: one for name, one in codec.to_builtins(query).items() if one is not None})
+        """Return a page of facts of the caller's stored records; with the admin key, of all.
+
+        Raises InvalidRequest.
+        """
+        fields = codec.to_builtins(query)
+        parameters = urlencode({name: value for name, value in fields.items() if value is not None})
         return await self._get(f"/trajectories?{parameters}", FactsPage, is_admin=True)
 
     async def check_precision(self, dtype: str) -> str | None:
-        """Compare the type that a trainer computes in ("bfloat16", "torch.float32") with the engines'.
+        """Compare a trainer's dtype ("bfloat16", "torch.float32") with the engines' dtypes.
 
-        Returns a sentence, which is logged as a warning too, where they differ; None where they do not, or do not
-        say. A push of tensors compares by itself, the first time.
+        Returns a sentence and logs it as a warning if they differ; None if they do not, or if the engines report no
+        dtype. The first push of tensors makes this check automatically.
         """
         gap = precision_gap(await self.status(), dtype)
         if gap is not None:
@@ -563,7 +600,10 @@ class RolloutClient:
         return gap
 
     def _warn_of_truncation(self, tasks: Sequence[RolloutTask]) -> None:
-        """Say once that truncated sampling bends the ratio: no engine returns the ids that it kept."""
+        """Warn once about top_p, top_k and min_p: the logprobs then belong to a truncated distribution.
+
+        The trainer cannot correct this, because engines do not return the token ids that they kept.
+        """
         cut = next((task for task in tasks if task.top_p < 1 or task.top_k > 0 or task.min_p > 0), None)
         if cut is not None and not self._has_warned_of_truncation:
             self._has_warned_of_truncation = True
@@ -573,25 +613,26 @@ class RolloutClient:
                 top_p=cut.top_p,
                 top_k=cut.top_k,
                 min_p=cut.min_p,
-                reason="recorded logprobs are renormalised over the ids that the engine kept: a ratio to your "
-                "softmax is wrong by the mass that was cut, unless the service's logprobs_mode is raw or both",
+                reason="recorded logprobs are normalized over the truncated distribution, so importance ratios "
+                "are wrong by the removed probability mass; set the service's logprobs_mode to raw or both",
             )
 
     async def _submit_all(self, rollout: Rollout, tasks: list[dict[str, Any]], options: dict[str, Any]) -> None:
-        """Submit tasks in as few parts as the service takes; each part is a rollout of its own there."""
+        """Submit tasks in as few parts as the service accepts. Each part is a separate rollout of the service."""
         num_sent, size = 0, MAX_TASKS
-        while num_sent < max(len(tasks), 1):  # without tasks: once, for the refusal
+        while num_sent < max(len(tasks), 1):  # validate an empty list too, which raises
             part = _next_part(tasks, num_sent, size)
             rollout_id = _new_id()
             checked = check_body({"tasks": part, "rollout_id": rollout_id, **options}, SubmitBody)
             rollout.expect(rollout_id, len(part), checked.num_samples)
             try:
                 await self._transport.call("POST", "/rollouts", body=checked, repeat_overloaded=False)
-            except Retryable as full:
+            except Retryable as failure:
                 rollout.drop(rollout_id)
-                if size == 1:  # no room at all
-                    await asyncio.sleep(full.retry_after_s if full.retry_after_s is not None else _FIRST_WAIT_S)
-                size = max(1, len(part) // 2)
+                if size == 1:  # the queue is completely full
+                    wait_s = failure.retry_after_s if failure.retry_after_s is not None else _FIRST_WAIT_S
+                    await asyncio.sleep(wait_s)
+                size = max(1, len(part) // 2)  # a smaller part may fit
             else:
                 num_sent, size = num_sent + len(part), min(2 * size, MAX_TASKS)
 
@@ -602,7 +643,7 @@ class RolloutClient:
         return await self._post("/admin/weights", body, UpdateReport, is_admin=True, extra_s=options.timeout_s)
 
     async def _forget(self, rollout: Rollout) -> None:
-        """Cancel what was accepted, of a submit that failed or batches that were left. Best effort."""
+        """Cancel the accepted parts of a failed submit or of abandoned batches. Best effort."""
         try:
             async with asyncio.timeout(_FORGET_TIMEOUT_S):
                 for rollout_id in rollout.rollout_ids:
@@ -625,7 +666,7 @@ def _new_id() -> str:
 
 
 def _next_part(items: list[dict[str, Any]], start: int, max_items: int) -> list[dict[str, Any]]:
-    """The next items that fit one request: at least one, whatever its size."""
+    """Return the next items that fit into one request, at least one."""
     num_bytes, end = 0, start
     while end < min(len(items), start + max_items):
         num_bytes += len(orjson.dumps(items[end]))
@@ -636,7 +677,7 @@ def _next_part(items: list[dict[str, Any]], start: int, max_items: int) -> list[
 
 
 def _next_scores(prompts: Sequence[dict[str, Any]], begin: int, top_k: int) -> Sequence[dict[str, Any]]:
-    """Return the next sequences whose scores fit one answer: at least one, however long it is."""
+    """Return the next sequences whose scores fit into one response, at least one."""
     num_scores, end = 0, begin
     while end < min(len(prompts), begin + MAX_SCORED_PROMPTS):
         num_scores += len(prompts[end]["token_ids"]) * (1 + top_k)
@@ -647,7 +688,7 @@ def _next_scores(prompts: Sequence[dict[str, Any]], begin: int, top_k: int) -> S
 
 
 def _with_lists(value: Any) -> Any:
-    """The value as a JSON parser would give it: the strict bodies take no tuples."""
+    # The strict bodies accept lists, but no tuples.
     if isinstance(value, dict):
         return {key: _with_lists(item) for key, item in value.items()}
     return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
@@ -661,4 +702,4 @@ def _loads(content: bytes) -> Any:
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise AgentLoopError("the answer is not JSON: is this an agentloop service?") from error
+        raise AgentLoopError("the response is not JSON: check that the URL is an agentloop service") from error

@@ -1,6 +1,6 @@
-"""The port to the publisher of weight versions; a client that publishes none needs nothing of it.
+"""The interface to the publisher of weight versions, which is loaded on first use.
 
-The publisher is `agentloop_store/publisher.py`, of the extra `store`.
+The publisher is `agentloop_store/publisher.py`, in the extra `store`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from agentloop.client.push import Weights
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve
 
-PUBLISHER = "store-publisher"  # as a weight source of `agentloop.parts`
+PUBLISHER = "store-publisher"  # its name among the weight sources of `agentloop.parts`
 AS_BYTES = "agentloop_servers.weight_transfer.trainer:as_bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """A tensor to publish: its dtype as torch names it, and `load`, which returns its bytes as a uint8 array."""
+    """A tensor to publish. `dtype` is torch's name; `load` returns the bytes as a uint8 array."""
 
     name: str
     dtype: str
@@ -31,29 +31,29 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """The store and the run, and the form of versions. See docs/guides/contracts.md."""
+    """The store, the run and the encoding of published versions. See docs/guides/contracts.md."""
 
     store: str
     run: str
-    encoding: str = "xor"  # of deltas: or "overwrite"
+    encoding: str = "xor"  # of deltas: "xor" or "overwrite"
     checksum: str = "xxh3-128"  # or "blake3", "adler32"
-    full_every: int = 16  # publications from one full one to the next; 1: no deltas
-    cache: str | None = None  # the folder of the last version published; None: one of the run in ~/.cache
+    full_every: int = 16  # every n-th publication is full; 1: no deltas
+    cache: str | None = None  # folder of the last published version; None: a folder of the run in ~/.cache
 
     def __post_init__(self) -> None:
         if self.full_every < 1:
-            raise InvalidRequest("full_every is at least 1", param="full_every")
+            raise InvalidRequest(f"full_every must be at least 1, not {self.full_every}", param="full_every")
 
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """A version that is published: its bytes in the store, and those of the whole checkpoint."""
+    """The result of a publication."""
 
     version: int
-    base_version: int | None  # None: a full one
-    num_bytes: int
-    num_full_bytes: int
-    num_changed: int  # tensors
+    base_version: int | None  # the version that the delta is relative to; None: full
+    num_bytes: int  # in the store
+    num_full_bytes: int  # of the complete checkpoint
+    num_changed: int  # changed tensors
     encode_s: float
     upload_s: float
 
@@ -62,20 +62,22 @@ class Publisher(Protocol):
     """The publisher of one run. All calls block."""
 
     def publish(self, tensors: Sequence[TensorBytes] | Path, version: int) -> PublishReport:
-        """Publish a version, and move the pointer to it. The tensors must not change until this returns."""
+        """Publish a version and make it the latest. The tensors must not change until this returns."""
 
 
 def open_publisher(options: PublishOptions) -> Publisher:
-    """Make the publisher of this distribution. Raises InvalidRequest if the extra `store` is missing."""
+    """Create the publisher. Raises InvalidRequest if the extra `store` is not installed."""
     make = cast(Callable[[PublishOptions], Publisher], parts.load(parts.WEIGHT_SOURCES, PUBLISHER, param="store"))
     return make(options)
 
 
 def tensor_bytes(weights: Weights, dtype: str | None) -> Sequence[TensorBytes] | Path:
-    """Return weights as a publisher takes them: a folder, or tensors, cast to `dtype` as they are loaded."""
+    """Convert weights for a publisher: a folder, or tensors that are cast to `dtype` when they are loaded."""
     if isinstance(weights, str | Path):
         if dtype is not None:
-            raise InvalidRequest("a directory is published as it is: it has no dtype", param="dtype")
+            raise InvalidRequest(
+                f"dtype {dtype!r} cannot be applied: a directory is published unchanged", param="dtype"
+            )
         return Path(weights)
     as_bytes = cast(Callable[..., Sequence[TensorBytes]], resolve(AS_BYTES, param="weights"))
     return as_bytes(weights, dtype)

@@ -1,4 +1,4 @@
-"""The port to the pusher of this process's tensors; a client that pushes none needs no torch.
+"""The interface to the pusher of this process's tensors, which is loaded on first use because it needs torch.
 
 The pusher is `agentloop_servers/weight_transfer/trainer.py`.
 """
@@ -21,71 +21,73 @@ TRANSPORTS = ("auto", "nccl", "ipc", "shm", "tcp")
 
 NamedTensors: TypeAlias = Mapping[str, object] | Iterable[tuple[str, object]]
 Weights: TypeAlias = str | Path | NamedTensors
-"""A directory, or named tensors: `model.named_parameters()`, `model.state_dict()`."""
+"""A directory, or named tensors such as `model.named_parameters()` or `model.state_dict()`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushOptions:
-    """The options of one push, as version `version`. `dtype` None: the dtype that the fleet computes in."""
+    """The options of one push."""
 
     version: int
     kv_policy: KVPolicy | None = None
     transport: str = "auto"
-    dtype: str | None = None
+    dtype: str | None = None  # None: the dtype in which the fleet computes
     timeout_s: float = 900.0
-    all_ranks: bool = True  # under torch.distributed every rank takes part
-    force: bool = False  # the version need not grow, and noise is served
-    late_grace_s: float = 10.0  # a receiver that is not there by then, after the others, is left out
+    all_ranks: bool = True  # all ranks of torch.distributed call the push
+    force: bool = False  # accept a version that is not greater, and weights that fail the canary check
+    late_grace_s: float = 10.0  # wait for a missing receiver, counted from the last arrival; then leave it out
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
-            raise InvalidRequest(f"a transport is one of {', '.join(TRANSPORTS)}", param="transport")
+            raise InvalidRequest(
+                f"unknown transport {self.transport!r}: expected one of {', '.join(TRANSPORTS)}", param="transport"
+            )
         if not self.timeout_s > 0:
-            raise InvalidRequest("a timeout is positive", param="timeout_s")
+            raise InvalidRequest(f"timeout_s must be positive, not {self.timeout_s:g}", param="timeout_s")
         if not self.late_grace_s > 0:
-            raise InvalidRequest("a grace is positive", param="late_grace_s")
+            raise InvalidRequest(f"late_grace_s must be positive, not {self.late_grace_s:g}", param="late_grace_s")
 
 
 class PushTarget(Protocol):
-    """The service, as a pusher uses it."""
+    """The part of the service's client that a pusher uses."""
 
     @property
     def url(self) -> str:
-        """The service's URL: the pusher listens on an address that this host can reach."""
+        """The service's URL. The pusher listens on this machine's address on the route to it."""
 
     async def update_from(self, push: PushSource, options: PushOptions) -> UpdateReport:
-        """Update the fleet with the weights that `push` sends. Raises what the service raises."""
+        """Update the fleet with the weights of `push`. Raises the service's errors."""
 
     async def status(self) -> ServiceStatus:
-        """Return the service's status at this moment."""
+        """Return the current status of the service."""
 
 
 class Pusher(Protocol):
-    """A sender of this process's tensors to every replica, with connections that last until `close`."""
+    """Sends this process's tensors to all replicas. Its connections stay open until `close`."""
 
     async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
-        """Update the fleet once. The tensors must not change until this returns."""
+        """Update the fleet's weights. The tensors must not change until this returns."""
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
 
 
 def precision_gap(status: ServiceStatus, dtype: str) -> str | None:
-    """Describe a difference between the trainer's dtype and the engines'; None if none is known.
+    """Return a sentence if the trainer's dtype differs from the engines' dtypes; None if it does not.
 
-    `dtype` is torch's name: "bfloat16", "torch.float32".
+    `dtype` is torch's name, such as "bfloat16" or "torch.float32". Engines that report no dtype are ignored.
     """
     own = dtype.removeprefix("torch.")
     others = {replica.weight_dtype for replica in status.replicas} - {None, own}
     if not others:
         return None
     return (
-        f"the trainer's weights are {own}, engines compute in {', '.join(sorted(map(str, others)))}: logprobs "
-        "differ on equal weights, which clips and weighs tokens as if the policy had moved"
+        f"the trainer's weights are {own}, but engines compute in {', '.join(sorted(map(str, others)))}: logprobs "
+        "differ even with equal weights, so importance ratios and clipping treat tokens as off-policy"
     )
 
 
 def open_pusher(target: PushTarget, listen_host: str | None) -> Pusher:
-    """Make the pusher of this distribution. Raises InvalidRequest if torch is missing."""
+    """Create the pusher. Raises InvalidRequest if torch is not installed."""
     make = cast(Callable[[PushTarget, str | None], Pusher], resolve(PUSHER, param="weights"))
     return make(target, listen_host)

@@ -1,6 +1,6 @@
-"""A submitted rollout as its caller holds it: tasks read from a file, every finished trajectory read exactly once.
+"""A submitted rollout on the client's side: reads every finished trajectory exactly once, and loads task files.
 
-`Rollout` and `follow` own the cursors. The connection is the client's; `Service` is what is asked of it.
+`Rollout` and `follow` own the cursors. They use the client's connection through the `Service` protocol.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from agentloop.api.requests import TaskBody, parse_body
 from agentloop.errors import Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.types import RolloutTask, Trajectory
 
-_READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
-_TURN_WAIT_S = 0.5  # the same, while other parts wait for their turn
-_READ_GAP_S = 0.5  # between two reads that found nothing at once
+_READ_WAIT_S = 20.0  # long-poll time of a read
+_TURN_WAIT_S = 0.5  # the same with several live parts, which are read in rotation
+_READ_GAP_S = 0.5  # between two reads that return no record without waiting
 
 
 class Service(Protocol):
     """The part of `RolloutClient` that a rollout and its readers use."""
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
-        """Return one part's counts."""
+        """Return the status of one part."""
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:
-        """End one part."""
+        """Cancel one part."""
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
-        """Let one part's trajectories up to a cursor be deleted."""
+        """Allow the deletion of one part's records up to a cursor."""
 
     async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
-        """Return one part's trajectories after a cursor."""
+        """Return one part's records after a cursor."""
 
 
 @dataclass(slots=True)
 class _ReadPage:
-    """The count of one read's records that the caller has not got; without any the page may be acknowledged."""
+    """A fetched page of records. It can be acknowledged once `num_left`, the undelivered records, is 0."""
 
     cursor: int
     num_left: int
@@ -50,39 +50,39 @@ class _ReadPage:
 
 @dataclass(slots=True)
 class _Part:
-    """One submit of a rollout, which is a rollout of its own to the service, and how far it was read."""
+    """One submitted part, which is a separate rollout of the service, and the read position in it."""
 
     rollout_id: str
-    num_samples: int  # of each group
+    num_samples: int  # per group
     num_trajectories: int
-    batch: int = 0  # that it was submitted for, of `RolloutClient.batches`
+    batch: int = 0  # the batch of `RolloutClient.batches` that it was submitted for
     cursor: int = 0
-    pages: deque[_ReadPage] = field(default_factory=deque)  # those not acknowledged, in order
+    pages: deque[_ReadPage] = field(default_factory=deque)  # unacknowledged pages in order
     num_read: int = 0
     is_over: bool = False
 
 
 class Rollout:
-    """A submitted rollout. Iterate to get every finished trajectory exactly once, across lost connections.
+    """A submitted rollout. Iterate over it to get every finished trajectory exactly once, also after reconnects.
 
-    The iteration ends when all `num_trajectories` have ended; it may be left and continued. A large rollout has
-    several parts, each a rollout to the service: `rollout_ids`.
+    The iteration ends when all `num_trajectories` have ended. It can be interrupted and continued. A large rollout
+    has several parts, each of which is a rollout of the service (`rollout_ids`).
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._parts: dict[str, _Part] = {}
         self._ready: deque[tuple[Trajectory, _ReadPage]] = deque()  # at most one page
-        self._begun: dict[tuple[str, str], list[tuple[Trajectory, _ReadPage]]] = {}  # of groups that are not whole
+        self._begun: dict[tuple[str, str], list[tuple[Trajectory, _ReadPage]]] = {}  # incomplete groups
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
-        """The ids by which the service knows this rollout; a large one is submitted in several parts."""
+        """The ids of this rollout's parts in the service."""
         return tuple(self._parts)
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories that were accepted: tasks times samples."""
+        """The number of accepted trajectories: tasks times samples."""
         return sum(part.num_trajectories for part in self._parts.values())
 
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
@@ -92,8 +92,11 @@ class Rollout:
             yield trajectory
 
     async def groups(self) -> AsyncIterator[Sequence[Trajectory]]:
-        """Yield each group once all its samples have ended. It may be left and continued, and ends as iterating the
-        rollout itself does, which gives nothing of what this has read."""
+        """Yield each group once all its samples have ended. It can be interrupted and continued.
+
+        Ends when every trajectory has ended. Trajectories read here, including those of incomplete groups, are not
+        yielded again when the rollout is iterated.
+        """
         while self._ready or await self._read_page():
             trajectory, page = self._ready.popleft()
             key = trajectory.rollout_id, trajectory.group_id
@@ -105,33 +108,36 @@ class Rollout:
                 yield [trajectory for trajectory, _ in group]
 
     async def acknowledge(self) -> None:
-        """Let the service delete what was iterated so far, page by page: it is kept elsewhere."""
+        """Allow the service to delete the records delivered so far, which the caller has stored.
+
+        Only pages whose records were all delivered are acknowledged.
+        """
         for part in self._parts.values():
-            given = list(takewhile(lambda page: page.num_left == 0, part.pages))
-            if given:
-                with suppress(Gone):  # an earlier try came through, and all was deleted
-                    await self._service.acknowledge(part.rollout_id, given[-1].cursor)
-                for _ in given:
+            delivered = list(takewhile(lambda page: page.num_left == 0, part.pages))
+            if delivered:
+                with suppress(Gone):  # an earlier attempt succeeded, and all records were deleted
+                    await self._service.acknowledge(part.rollout_id, delivered[-1].cursor)
+                for _ in delivered:
                     part.pages.popleft()
 
     async def status(self) -> RolloutStatus:
-        """The counts at this moment, under the first of `rollout_ids`."""
+        """Return the sum of the parts' counts, with the first of `rollout_ids`."""
         return _sum([await self._service.rollout_status(name) for name in self.rollout_ids])
 
     async def cancel(self) -> RolloutStatus:
-        """End what is queued or running; the iteration then delivers those records too."""
+        """Cancel queued and running samples. The iteration yields their records too."""
         return _sum([await self._service.cancel(name) for name in self.rollout_ids])
 
     def expect(self, rollout_id: str, num_groups: int, num_samples: int) -> None:
-        """Add a part that is about to be sent."""
+        """Add a part before it is sent."""
         self._parts[rollout_id] = _Part(rollout_id, num_samples, num_groups * num_samples)
 
     def drop(self, rollout_id: str) -> None:
-        """Take out a part that was refused."""
+        """Remove a part that the service refused."""
         del self._parts[rollout_id]
 
     def join(self, other: Rollout, batch: int) -> None:
-        """Take over the parts of a rollout of which nothing was read; they are a batch's."""
+        """Add the parts of an unread rollout, as parts of a batch."""
         for part in other._parts.values():
             self._parts[part.rollout_id] = replace(part, batch=batch)
 
@@ -140,23 +146,28 @@ class Rollout:
         return self._parts[trajectory.rollout_id].batch
 
     def forget(self) -> None:
-        """Take out the parts of which all was given to the caller."""
+        """Remove the parts whose records were all delivered."""
         for part in list(self._parts.values()):
             if part.is_over and all(page.num_left == 0 for page in part.pages):
                 del self._parts[part.rollout_id]
 
     async def _read_page(self) -> bool:
-        """Wait for trajectories; False if there are no more. Parts take turns, so that none waits for another."""
+        """Wait for a page of trajectories. Returns False at the end.
+
+        Live parts are polled in rotation, so that a part with records does not wait for one without.
+        """
         is_waiting = False
         while live := [part for part in self._parts.values() if not part.is_over]:
             wait_s = _READ_WAIT_S if len(live) == 1 else _TURN_WAIT_S if is_waiting else 0.0
             for part in live:
                 await self._read_part(part, wait_s)
                 if self._ready:
-                    self._parts[part.rollout_id] = self._parts.pop(part.rollout_id)  # to the end of the line
+                    self._parts[part.rollout_id] = self._parts.pop(
+                        part.rollout_id
+                    )  # move to the end of the rotation
                     return True
                 if is_waiting:
-                    wait_s = 0.0  # one wait a round
+                    wait_s = 0.0  # only one waiting read per round
             is_waiting = True
         return False
 
@@ -166,9 +177,9 @@ class Rollout:
             page = await self._service.read(name, after=cursor, wait_s=wait_s)
         except ServiceUnavailable as error:
             raise ServiceUnavailable(
-                f"{error.message}. Nothing is lost: iterate this rollout again, or raise retry_timeout_s of "
+                f"{error.message}. No record is lost: iterate this rollout again, or raise retry_timeout_s of "
                 f"RolloutClient. Another process can read the records with client.read({name!r}, after={cursor}), "
-                "but not by groups",
+                "but not in groups",
                 details=error.details,
             ) from error
         part.cursor = page.cursor
@@ -176,7 +187,7 @@ class Rollout:
         if page.trajectories:
             part.pages.append(read := _ReadPage(page.cursor, len(page.trajectories)))
             self._ready.extend((trajectory, read) for trajectory in page.trajectories)
-        # A record that retention deleted is never delivered: then an empty page of a finished rollout is the end.
+        # Records that retention deleted are never delivered, so an empty page of a finished rollout is the end too.
         is_empty_end = page.status.is_done and not page.trajectories
         part.is_over = is_empty_end or part.num_read >= part.num_trajectories
 
@@ -200,9 +211,9 @@ async def follow(
     idle_s: float | None = None,
     acknowledge: bool = False,
 ) -> AsyncIterator[Trajectory]:
-    """Yield the records of a rollout in commit order, also those to come, until none is new for `idle_s`.
+    """Yield the records of a rollout in commit order, including future ones.
 
-    With None it does not end. An unknown rollout has no records yet.
+    Ends after `idle_s` without a new record; None: never. An unknown rollout is treated as one without records.
     """
     loop = asyncio.get_running_loop()
     last_at = loop.time()
@@ -224,18 +235,18 @@ async def follow(
         elif left_s <= 0:
             return
         else:
-            # Where all that was accepted has ended, the service does not wait.
+            # If all accepted trajectories have ended, the service returns without waiting.
             await asyncio.sleep(min(_READ_GAP_S, left_s))
 
 
-_EVERYWHERE = (Path("/"),)  # a task file is the user's own: it may show any image that this process may read
+_EVERYWHERE = (Path("/"),)  # task files are the user's own: they may refer to any image that this process can read
 
 
 def load_tasks(path: str | Path) -> list[RolloutTask]:
-    """Return the tasks of a JSONL file in order, without blank lines. Images may be local (`file:///...`).
+    """Load the tasks of a JSONL file in order. Blank lines are ignored. Images may be local (`file:///...`).
 
-    Raises InvalidRequest naming file and line for a line that is no task, a repeated task id, and a file that
-    cannot be read or has no task.
+    Raises InvalidRequest for a file that cannot be read or has no task and, with the line number, for an invalid
+    task or a duplicate task id.
     """
     tasks: dict[str, RolloutTask] = {}
     try:
@@ -253,5 +264,5 @@ def load_tasks(path: str | Path) -> list[RolloutTask]:
             raise InvalidRequest(f"{path}, line {number}: task_id {task.task_id!r} occurs twice", param="task_id")
         tasks[task.task_id] = task
     if not tasks:
-        raise InvalidRequest(f"{path} holds no task")
+        raise InvalidRequest(f"{path} contains no task: it must have one JSON object per line")
     return list(tasks.values())

@@ -1,7 +1,7 @@
-"""A recorded session as its owner holds it: a base URL and a key for an agent, and the trajectory that comes of it.
+"""A recorded session on the owner's side: a base URL and a key for an agent, and the resulting trajectory.
 
-`RolloutClient.session` makes one. It is opened and finished over the client's own connection; the agent's calls go
-wherever the agent's own HTTP client takes them. Leaving the context finishes the session on every path.
+`RolloutClient.session` creates it. It is opened and finished over the client's connection; the agent uses its own
+HTTP client. Leaving the context always finishes the session.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ A = TypeVar("A", bound=BaseModel)
 SessionEnd: TypeAlias = Literal["completed", "deadline", "cancelled", "loop_failed"]
 
 MAX_ERROR_CHARS = 2000
-_LEAVE_TIMEOUT_S = 30.0  # for finishing behind an exception that is already on its way
+_LEAVE_TIMEOUT_S = 30.0  # to finish the session while an exception propagates
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class AgentSession:
-    """One session; use it as an async context manager. Its URL and key are for any OpenAI client, in any process.
+    """One session. Use it as an async context manager. Its URL and key work with any OpenAI client in any process.
 
-    An exception that leaves the context becomes the session's error: its trajectory is then incomplete. `openai` is
-    made at its first use; if it repeats a call that was answered, it gets the same answer, not a second turn.
+    An exception that leaves the context is recorded as the session's error, and the trajectory is incomplete.
+    `openai` is a client for the session; if it retries an answered call, it receives the same answer and no second
+    turn.
     """
 
     def __init__(self, transport: Transport, body: NewSessionBody, *, max_retries: int, timeout_s: float) -> None:
@@ -80,7 +81,7 @@ class AgentSession:
                 async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                     await self.finish(error=describe(error), stop_reason=_end_of(error))
             except (AgentLoopError, TimeoutError) as failure:
-                # The service ends it as incomplete when it expires; what the caller must see is the first error.
+                # The caller must see the first error. The session ends as incomplete when it expires.
                 _log.warning("session_not_finished", session=self.session_id, reason=str(failure))
         finally:
             if self._openai is not None:
@@ -88,28 +89,28 @@ class AgentSession:
 
     @property
     def base_url(self) -> str:
-        """The base URL for an OpenAI client; ends with /v1."""
+        """The base URL for an OpenAI client, ending with /v1."""
         place = self._opened
         if place.direct_url is not None and _may_bypass(self._transport.url, place.direct_url):
             return place.direct_url
-        # As this client reaches the service: behind a proxy, the service itself may know another name for it.
+        # Use the URL by which this client reaches the service, since a proxy may have a different address.
         return f"{self._transport.url}/sessions/{self.session_id}/v1"
 
     @property
     def api_key(self) -> str:
-        """The agent's key: it makes calls in this session, and opens nothing else."""
+        """The key for the agent, which only allows calls in this session."""
         return self._opened.api_key
 
     @property
     def control_key(self) -> str:
-        """The key that rewards, finishes and revokes this session too: not for its agent."""
+        """The key that also allows to reward, finish and revoke the session. Do not pass it to the agent."""
         return self._opened.control_key
 
     @property
     def openai(self) -> AsyncOpenAI:
-        """An OpenAI client bound to the session. It is closed with the context."""
+        """An OpenAI client for the session, created on first use and closed with the context."""
         if self._openai is None:
-            from openai import AsyncOpenAI  # noqa: PLC0415 - a second to import, for those who use it
+            from openai import AsyncOpenAI  # noqa: PLC0415 - the import takes a second
 
             self._openai = AsyncOpenAI(
                 api_key=self.api_key,
@@ -120,7 +121,7 @@ class AgentSession:
         return self._openai
 
     async def reward(self, reward: float | Score) -> None:
-        """Set the reward, or what a `Score` has beside it; later ones replace it.
+        """Set the reward, or the values of a `Score`. Later values replace earlier ones.
 
         Raises SessionFinished, InvalidRequest for a number that is not finite or an unknown turn, and RewardError
         for a score that does not fit the session's trajectory.
@@ -129,20 +130,23 @@ class AgentSession:
         await self._transport.call("POST", f"{self._path}/reward", body=body, key=self.control_key)
 
     async def revoke(self) -> None:
-        """Take no more calls in this session; reward and finish still work. Idempotent. Raises SessionFinished."""
+        """Refuse further calls in this session. It can still be rewarded and finished. Idempotent.
+
+        Raises SessionFinished.
+        """
         await self._transport.call("POST", f"{self._path}/revoke", key=self.control_key)
 
     async def status(self) -> SessionAnswer:
-        """The session at this moment."""
+        """Return the current state of the session."""
         return _parse(await self._transport.call("GET", self._path), SessionAnswer)
 
     async def trajectories(self) -> list[Trajectory]:
-        """Return what the session recorded so far; incomplete while calls are open."""
+        """Return the trajectories recorded so far; incomplete while calls are open."""
         content = await self._transport.call("GET", f"{self._path}/trajectories", accept=MSGPACK)
         return decode_trajectories(content)
 
     async def trajectory(self) -> Trajectory:
-        """Return the only one of `trajectories`."""
+        """Return the only trajectory of the session."""
         return _only(await self.trajectories())
 
     async def finish(
@@ -154,10 +158,10 @@ class AgentSession:
         stop_reason: SessionEnd | None = None,
         wait_s: float = 0.0,
     ) -> Trajectory:
-        """End the session and return its durable record; with an `error` it is incomplete.
+        """Finish the session and return its durable record. With an `error`, the record is incomplete.
 
-        `reward_error` says why there is no reward. Open calls have `wait_s`, then they fail. A repeat returns the
-        same record.
+        `reward_error` is the reason that there is no reward. Open calls have `wait_s` to end, then they fail. A
+        repeated call returns the same record.
         """
         values = {
             **score_values(Score() if reward is None else await self._resolved(reward)),
@@ -179,7 +183,7 @@ class AgentSession:
         return _only(decode_trajectories(content))
 
     async def _resolved(self, reward: float | Score) -> Score:
-        """Return the score as it can travel: what names paths by their places is looked up in the trajectory."""
+        """Validate the score, and replace path indexes by turn ids with the help of the trajectory."""
         if not isinstance(reward, Score):
             return Score(float(reward))
         needs_paths = reward.main is not None or any(isinstance(name, int) for name in reward.paths)
@@ -197,13 +201,16 @@ class AgentSession:
 
 
 def _may_bypass(own_url: str, direct_url: str) -> bool:
-    """Tell if a client may call a session's host itself: none that came by a name, which may be a proxy's."""
+    """Return True if the client can call the session's host directly.
+
+    A client that uses a host name cannot, because the name may be a proxy's.
+    """
     own, direct = (urlsplit(url).hostname or "" for url in (own_url, direct_url))
     return is_loopback(own) or (is_address(own) and not is_loopback(direct))
 
 
 def describe(error: BaseException) -> str:
-    """Return one line for a record: an error's type and the first line of its message."""
+    """Return an error's type and the first line of its message, as one line for a record."""
     return error_line(error)[:MAX_ERROR_CHARS]
 
 
@@ -213,14 +220,16 @@ def _end_of(error: BaseException) -> SessionEnd:
     return "deadline" if isinstance(error, TimeoutError) else "loop_failed"
 
 
-def _only(found: list[Trajectory]) -> Trajectory:
-    if len(found) != 1:
-        raise AgentLoopError(f"{len(found)} records of one session: is this an agentloop service?")
-    return found[0]
+def _only(records: list[Trajectory]) -> Trajectory:
+    if len(records) != 1:
+        raise AgentLoopError(
+            f"the response has {len(records)} records of one session: check that the URL is an agentloop service"
+        )
+    return records[0]
 
 
 def _parse(content: bytes, kind: type[A]) -> A:
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
-        raise AgentLoopError("the answer is no session: is this an agentloop service?") from error
+        raise AgentLoopError("the response is not a session: check that the URL is an agentloop service") from error

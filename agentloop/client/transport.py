@@ -1,7 +1,7 @@
-"""One HTTP exchange with the service, and its repeats: the client's only owner of sockets, keys and retries.
+"""HTTP requests of the client with retries. Only this module owns connections, keys and the retry policy.
 
-What can succeed later (connection lost, 429, 503) is repeated until the retry budget is spent, honouring
-Retry-After. Errors leave as those of `errors.py`.
+Failures that may pass (lost connections, 429, 503) are retried within the retry timeout, with respect to
+Retry-After. Errors are raised as the classes of `errors.py`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from agentloop.errors import (
 )
 
 _MAX_RETRY_AFTER_S = 60.0
-_MAX_CONNECTIONS = 2048  # concurrent calls beyond it wait here for one of the others
+_MAX_CONNECTIONS = 2048  # further concurrent calls wait for a connection
 
 _backoff = wait_exponential(multiplier=0.1, max=5.0) + wait_random(0, 0.1)
 
 
 class Retryable(Exception):
-    """A failure that may pass, with the service's `retry-after`."""
+    """A failure that may pass, with the `retry-after` header of the response."""
 
     def __init__(self, error: AgentLoopError, retry_after_s: float | None) -> None:
         super().__init__(error.message)
@@ -46,7 +46,7 @@ class Retryable(Exception):
 
 
 class Transport:
-    """A connection pool to one service. Open it before the first call, on the loop that makes the calls."""
+    """A connection pool to one service. `open` must be awaited on the event loop that makes the calls."""
 
     def __init__(
         self, url: str, api_key: str | None, admin_key: str | None, timeout_s: float, retry_timeout_s: float
@@ -63,7 +63,7 @@ class Transport:
         self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
     async def close(self) -> None:
-        """Let go of every connection. Idempotent."""
+        """Close all connections. Idempotent."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -80,8 +80,10 @@ class Transport:
         repeat_overloaded: bool = True,
         key: str = "",
     ) -> bytes:
-        """Make one call with its repeats, with the client's key or with `key`. An Overloaded that is not to be
-        repeated here is raised as Retryable."""
+        """Make one call with retries, with the client's key or with `key`.
+
+        With `repeat_overloaded` false, Overloaded is not retried here but raised as Retryable.
+        """
 
         def may_repeat(failure: BaseException) -> bool:
             is_full = isinstance(failure, Retryable) and isinstance(failure.error, Overloaded)
@@ -113,7 +115,7 @@ class Transport:
         extra_s: float = 0.0,
         key: str = "",
     ) -> bytes:
-        """Send one request, and return its answer. Raises Retryable or the service's error."""
+        """Send one request and return the response's content. Raises Retryable or the service's error."""
         if self._session is None:
             raise InvalidRequest("use the client as a context manager: `async with RolloutClient(url) as client`")
         headers = {"accept": accept}
@@ -135,14 +137,17 @@ class Transport:
             ) as answer:
                 content = await answer.read()
         except aiohttp.InvalidURL as error:
-            raise InvalidRequest(f"not a URL: {self.url}") from error
+            raise InvalidRequest(
+                f"invalid URL {self.url!r}: expected a URL such as http://127.0.0.1:8000"
+            ) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            lost = ServiceUnavailable(f"no answer from {self.url}: {type(error).__name__} {error}".rstrip())
+            lost = ServiceUnavailable(f"no response from {self.url}: {type(error).__name__} {error}".rstrip())
             raise Retryable(lost, None) from error
         if answer.status == 200:
             return content
         failure = _failure(answer.status, content)
-        if failure.retryable and not isinstance(failure, WeightVersionNotServed):  # the call said how long it waits
+        # WeightVersionNotServed: the service has already waited for as long as the call allows.
+        if failure.retryable and not isinstance(failure, WeightVersionNotServed):
             raise Retryable(failure, retry_after_s(answer.headers.get("retry-after")))
         raise failure
 
@@ -161,6 +166,6 @@ def _failure(status: int, content: bytes) -> AgentLoopError:
         body = None
     has_envelope = isinstance(body, dict) and isinstance(body.get("error"), dict)
     if status >= 500 and not has_envelope:
-        # Not from our front door but from a proxy before it, while that has nobody to pass the call to.
+        # The ingress always sends an error envelope, so this response is from a proxy without a running backend.
         return ServiceUnavailable(f"HTTP {status}: {content[:200].decode(errors='replace')}")
     return from_wire(body, status)

@@ -1,4 +1,4 @@
-"""A worker's rollouts: agent loops, tools, rewards, and the worker that runs many of them."""
+"""Rollouts of a worker: agent loops, tools, rewards, and the worker that runs many trajectories at once."""
 
 from __future__ import annotations
 

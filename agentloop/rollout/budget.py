@@ -1,13 +1,8 @@
-"""Limits of one trajectory, and the StopReason of the first that is reached.
+"""Limits of one trajectory: tokens, turns, tool calls and staleness. The first limit reached gives the StopReason.
 
-- A turn that was cut by the task's token limit or its time ends the trajectory: its text is incomplete.
-- A turn that was cut by the loop's own `max_tokens` is returned to the loop, which may continue.
-- The tool calls of the last allowed turn are not run: no turn could read their results.
-- Calls beyond a turn's limit get an error message, or stop the trajectory (`on_excess_tool_calls`).
-- A tool response beyond its limit is cut with a visible mark, or stops it (`on_long_tool_response`).
-
-`StalenessGuard` applies the run's limit on versions to a running trajectory: an update may come at any token, so
-the rule at admission (`scheduling/staleness_budget.py`) is not enough for a long one.
+`Budget` counts turns, tokens and tool calls. `StalenessGuard` applies the run's staleness limit while a trajectory
+runs. The limit at admission (`scheduling/staleness_budget.py`) is not sufficient, because a weight update can
+commit at any token of a long trajectory.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from agentloop.types import FinishReason, Limits, OnExcess, OnStale, StalenessLi
 
 
 class LimitReached(Exception):
-    """The end of a running loop by a limit; its worker makes it the trajectory's stop reason."""
+    """Ends a running loop at a limit. The worker records `reason` as the trajectory's stop reason."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(reason.value)
@@ -30,16 +25,19 @@ class LimitReached(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """The limits of one trajectory, and what it has used of them."""
+    """The limits of one trajectory and its usage so far."""
 
     limits: Limits
-    max_context_tokens: int  # the smaller of the engine's and the task's
+    max_context_tokens: int  # the smaller of the engine's and the task's limits
     num_turns: int = 0
     num_sampled_tokens: int = 0
     num_tool_calls: int = 0
 
     def tokens_for_turn(self, num_prompt_tokens: int, wanted: int | None = None) -> int:
-        """Return the number of tokens the next turn may sample. Raises LimitReached if it may sample none."""
+        """Return the number of tokens that the next turn may sample, at most `wanted`.
+
+        Raises LimitReached if a limit leaves no token or no turn.
+        """
         if self.num_turns >= self.limits.max_turns:
             raise LimitReached(StopReason.MAX_TURNS)
         if num_prompt_tokens >= self.max_context_tokens:
@@ -50,7 +48,7 @@ class Budget:
         return min(wanted, *room.values()) if wanted is not None else min(room.values())
 
     def _room(self, num_prompt_tokens: int) -> dict[StopReason, int]:
-        """Tokens left under each limit on sampling, the most specific reason first."""
+        # The most specific reason first: of equal limits, `min` in `turn_ended` selects the first.
         return {
             StopReason.MAX_TOKENS_PER_TURN: self.limits.max_tokens_per_turn,
             StopReason.MAX_SAMPLED_TOKENS: self.limits.max_sampled_tokens - self.num_sampled_tokens,
@@ -60,9 +58,10 @@ class Budget:
     def turn_ended(
         self, num_prompt_tokens: int, num_sampled: int, finish_reason: FinishReason, wanted: int | None = None
     ) -> None:
-        """Count a turn. `wanted` is the most tokens that the loop itself asked for.
+        """Count a turn. `wanted` is the `max_tokens` of the loop, if it set one.
 
-        Raises LimitReached if a limit of the task cut the turn, or its time.
+        Raises LimitReached if a limit or the deadline of the task cut the turn, because its text is incomplete. A
+        turn that only `wanted` cut does not raise: the loop may continue it.
         """
         room = self._room(num_prompt_tokens)
         self.num_turns += 1
@@ -74,10 +73,15 @@ class Budget:
             if num_sampled >= room[tightest]:
                 raise LimitReached(tightest)
             if wanted is None or num_sampled < wanted:
-                raise LimitReached(StopReason.MAX_TOKENS_PER_TURN)  # by a bound of the engine's own
+                raise LimitReached(StopReason.MAX_TOKENS_PER_TURN)  # the engine applied a lower limit
 
     def calls_to_run(self, num_calls: int) -> int:
-        """Return the number of a turn's calls that may run. Raises LimitReached where the limit says stop."""
+        """Return the number of a turn's `num_calls` tool calls that may run, and count them.
+
+        Raises LimitReached after the last allowed turn, at `max_tool_calls`, and, with `on_excess_tool_calls:
+        stop`, at `max_tool_calls_per_turn`.
+        """
+        # After the last allowed turn no turn could read the results.
         if self.num_turns >= self.limits.max_turns:
             raise LimitReached(StopReason.MAX_TURNS)
         if num_calls > self.limits.max_tool_calls_per_turn and (self.limits.on_excess_tool_calls is OnExcess.STOP):
@@ -90,10 +94,11 @@ class Budget:
 
 
 class StalenessGuard:
-    """One trajectory against its run's limit, asked before each turn and its tool calls, and at the end.
+    """Applies the run's staleness limit to one trajectory: before each turn, before its tool calls and at the end.
 
-    A turn is never interrupted for staleness: its worker learns of a commit from the answers of other turns, if at
-    all, and the limits on a turn's tokens bound the waste. A turn that an engine-side abort cut does not continue.
+    A turn is never interrupted for staleness. The worker detects a commit only from the weight versions in other
+    responses, and `max_tokens_per_turn` bounds the wasted tokens. A turn that the engine aborted is not continued
+    if the trajectory is too stale.
     """
 
     def __init__(self, limit: StalenessLimit, newest: NewestVersion) -> None:
@@ -102,36 +107,36 @@ class StalenessGuard:
 
     @property
     def newest_version(self) -> int | None:
-        """The newest version in this worker's generations."""
+        """The newest weight version that this worker has received tokens of; None before the first."""
         return self._newest.value
 
     def learn(self, version: int) -> None:
-        """Record the newest version of the worker that had this trajectory before."""
+        """Record the newest version that an earlier worker of this trajectory received tokens of."""
         self._newest.value = version if self._newest.value is None else max(version, self._newest.value)
 
     def must_end(self, path: GrowingPath, sampled: Sequence[WeightVersionSpan] = ()) -> bool:
-        """Return True if the trajectory is over its limit, as far as the worker knows, and `on_stale` stops it.
+        """Return True if the trajectory exceeds the staleness limit and `on_stale` requires that it ends.
 
-        `sampled` are the versions of a turn that is not in the path yet.
+        `sampled` are the version spans of a turn that is not in the path yet.
         """
         return self._limit.on_stale is not OnStale.MASK and self._over(path, sampled) is not None
 
     def check(self, path: GrowingPath) -> None:
-        """Raises LimitReached (STALE) if the trajectory must end."""
+        """Raise LimitReached (STALE) if the trajectory must end."""
         if self.must_end(path):
             raise LimitReached(StopReason.STALE)
 
     def settle(self, path: GrowingPath) -> OnStale | None:
-        """Apply the policy to a path whose loop has ended. Returns the policy if the path is over its limit.
+        """Apply `on_stale` to a path whose loop has ended. Returns the policy, or None within the limit.
 
-        MASK takes the tokens out of the mask that are too old for the newest version. FINISH keeps the tokens that
-        were sampled while the limit held, and takes out those that the turn sampled after the update. DROP leaves
-        the path as it is: its caller discards it.
+        MASK removes tokens from the loss mask that are too old relative to the newest version. FINISH removes those
+        that were sampled after the update that exceeded the limit. DROP does not change the path; the caller
+        discards it.
         """
-        found = self._over(path)
-        if found is None:
+        exceeded = self._over(path)
+        if exceeded is None:
             return None
-        oldest, newest = found
+        oldest, newest = exceeded
         match self._limit.on_stale:
             case OnStale.MASK:
                 path.mask_older_than(newest - self._limit.max_staleness)
@@ -142,11 +147,11 @@ class StalenessGuard:
         return self._limit.on_stale
 
     def _over(self, path: GrowingPath, sampled: Sequence[WeightVersionSpan] = ()) -> tuple[int, int] | None:
-        """Return the oldest and the newest version, if they are too far apart."""
+        """Return the oldest and the newest version if their distance exceeds the limit."""
         versions = path.versions | {span.version for span in sampled}
         if not versions:
             return None
-        # The newest version of the fleet is older than the path's newest where the fleet was taken back.
+        # After a rollback of the weights the fleet's newest version is older than the path's newest.
         of_fleet = set() if self._newest.value is None else {self._newest.value}
         oldest, newest = min(versions), max(versions | of_fleet)
         return (oldest, newest) if newest - oldest > self._limit.max_staleness else None

@@ -1,7 +1,8 @@
-"""LoopContext: what an agent loop may do. It owns the trajectory's messages, tokens and budget.
+"""LoopContext: the API of an agent loop. It owns the messages, tokens and budget of one trajectory.
 
-A turn's life: pending observations become ids (bridge), the sampler samples and reads the turn, the path grows.
-Sampled ids are never rendered again; only what is new is. Long renders leave the event loop.
+A turn has three steps: pending messages are rendered to token ids (the bridge), the engine samples the turn and the
+parser reads it, and the turn is added to the token path. Sampled ids are never rendered again; only new messages
+are rendered. Long renders run outside the event loop.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ REFUSAL_PAUSE_S = 1.0
 
 
 class LoopContext:
-    """One trajectory in the making. Used by one loop, one call at a time."""
+    """One running trajectory. One loop uses it, with one call at a time."""
 
     def __init__(
         self,
@@ -86,12 +87,12 @@ class LoopContext:
         lost_before: Mapping[LossCause, int] | None = None,
         trace_of: Callable[[str], str] = lambda turn_id: "",
     ) -> None:
-        """`trace_of` is the trace context of a turn for its engine."""
+        """`trace_of` returns a turn's `traceparent` for the engine; `lost_before` is from earlier attempts."""
         self.task = task
         self.stopwatch = Stopwatch() if stopwatch is None else stopwatch
         self.tool_calls: list[ToolCallTimes] = []
-        self._idle_since_us = 0  # the end of what it had of us last
-        self._num_calls_kept = 0  # of `tool_calls`, in the journal
+        self._idle_since_us = 0  # the end of the last turn or tool calls
+        self._num_calls_kept = 0  # the length of the part of `tool_calls` that is in the journal
         self._moves_before: tuple[Move, ...] = ()
         self._lost_before = Counter(lost_before or {})
         self.trajectory_id = trajectory_id
@@ -108,19 +109,19 @@ class LoopContext:
         self._placer = ImagePlacer(takes_images=False) if placer is None else placer
         self._path = GrowingPath(task.messages)
         self._last_turn: Reply | None = None
-        self._end = TurnEnd()  # of the last turn
+        self._end = TurnEnd()  # the end state of the last turn
         self._kv_version: int | None = None  # the weight version at the trajectory's start
         self._journal = journal
         self._models = models
         self._trace_of = trace_of
-        self._kept_answers: dict[str, ToolResult] = {}  # by call, of the turn that the trajectory resumes at
+        self._kept_answers: dict[str, ToolResult] = {}  # journaled results of the resumed turn, by call id
         self._began_at = time.perf_counter()
         self._num_resampled_before, self._engine_before_s = 0, 0.0
         self.num_resumed_turns = 0
-        self.spent_before_s = 0.0  # on workers that were lost
+        self.spent_before_s = 0.0  # on lost workers
         self._score = Score()
-        self.deadline = Deadline()  # of the loop; a turn that it meets ends with what it has
-        self.has_lost_call = False  # a generation was begun whose tokens never came
+        self.deadline = Deadline()  # the loop's deadline; a running turn ends at it and keeps its tokens
+        self.has_lost_call = False  # a generation was started and its tokens were not received
         self._is_over = False
         self.num_tool_errors = 0
         self.generate_s, self.tool_s = 0.0, 0.0
@@ -137,34 +138,34 @@ class LoopContext:
 
     @property
     def tool_definitions(self) -> Sequence[Mapping[str, JSON]]:
-        """The tools that the policy is shown, in the OpenAI format."""
+        """The definitions of the tools in the prompt, in the OpenAI format."""
         return self._definitions
 
     @property
     def budget(self) -> Budget:
-        """The limits, and what has been used of them."""
+        """The trajectory's limits and its usage so far."""
         return self._budget
 
     @property
     def environment(self) -> Any:
-        """The task's environment, an object of its class; None without one."""
+        """The instance of the task's environment class; None if the task has no environment."""
         return self._tools.environment
 
     @property
     def num_resampled_turns(self) -> int:
-        """Samplings that were lost with their replica, and made again."""
+        """Generations that were repeated because their replica was lost."""
         return self._num_resampled_before + self._engine.num_resampled
 
     @property
     def engine_s(self) -> float:
-        """Seconds that the turns so far were in engines."""
+        """Seconds that the engines spent on the turns so far."""
         return self._engine_before_s + self._engine.engine_s
 
     @property
     def flight(self) -> Flight:
-        """The work that the trajectory waits for now; its loop's own code if it is nothing of ours."""
+        """The current activity of the trajectory: queued, prefill, decode, a tool call or the loop's own code."""
         now_us, turn = self.stopwatch(), self._engine.turn
-        doing, since_us, what = Doing.LOOP, self._idle_since_us, ""
+        doing, since_us, tool_name = Doing.LOOP, self._idle_since_us, ""
         if turn is not None:
             doing, since_us = Doing.PREFILL, turn.begun_us
             if turn.queues_since_us is not None:
@@ -172,14 +173,14 @@ class LoopContext:
             elif turn.first_token_us is not None:
                 doing, since_us = Doing.DECODE, turn.first_token_us
         elif (call := self._tools.longest_call) is not None:
-            what, for_s = call
+            tool_name, for_s = call
             doing, since_us = Doing.TOOL, now_us - round(for_s * 1e6)
         budget, left_s = self._budget, self.deadline.left_s
         return Flight(
             doing,
             (now_us - since_us) / 1e6,
             now_us / 1e6,
-            what,
+            tool_name,
             budget.num_turns,
             budget.num_sampled_tokens,
             None if math.isinf(left_s) else left_s,
@@ -187,38 +188,38 @@ class LoopContext:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """The changes of its replica so far."""
+        """The changes of replica so far, including those of earlier attempts."""
         return (*self._moves_before, *self._engine.moves)
 
     @property
     def lost_tokens(self) -> Mapping[LossCause, int]:
-        """Tokens that were sampled and thrown away, by the reason; those of earlier attempts too."""
+        """Number of sampled tokens that were discarded, by cause, including those of earlier attempts."""
         return self._lost_before + self._engine.lost_tokens
 
     @property
     def score(self) -> Score:
-        """The score that the loop has given so far."""
+        """The score that the loop has set so far."""
         return self._score
 
     @property
     def turn_id(self) -> str:
-        """The id of the turn that was sampled last. Raises RewardError before the first."""
+        """The id of the last sampled turn. Raises RewardError before the first turn."""
         turn_id = self._path.last_turn_id
         if turn_id is None:
-            raise RewardError("no turn was sampled yet")
+            raise RewardError("no turn was sampled yet: call ctx.sample() first")
         return turn_id
 
     @property
     def last_turn(self) -> Reply:
-        """The turn that was sampled last. Raises InvalidRequest before the first."""
+        """The last sampled turn. Raises InvalidRequest before the first turn."""
         if self._last_turn is None:
-            raise InvalidRequest("no turn was sampled yet")
+            raise InvalidRequest("no turn was sampled yet: call ctx.sample() first")
         return self._last_turn
 
     def resume(self, kept: KeptTurns, num_sampled_before: int) -> None:
-        """Take over the turns that a lost worker had finished; it had sampled `num_sampled_before` tokens.
+        """Restore the journaled turns of a lost worker, which had reported `num_sampled_before` sampled tokens.
 
-        Raises LimitReached if the last turn met a limit.
+        Raises LimitReached if the last turn reached a limit.
         """
         last = kept.turns[-1]
         reply, progress = last.node.reply, last.progress
@@ -240,9 +241,11 @@ class LoopContext:
         self._num_calls_kept = len(self.tool_calls)
         self._moves_before = progress.moves
         self._lost_before = Counter(progress.lost_tokens)
+        # The lost worker had reported more tokens than it had journaled: those have to be sampled again.
         self._lost_before[LossCause.KILL] += max(num_sampled_before - kept.num_sampled, 0)
         if self._guard is not None and progress.newest_version is not None:
             self._guard.learn(progress.newest_version)
+        # Count all but the last turn here: `turn_ended` counts the last one and applies the limits to it.
         budget = self._budget
         budget.num_turns = len(kept.turns) - 1
         budget.num_sampled_tokens = kept.num_sampled - len(reply.token_ids)
@@ -252,42 +255,42 @@ class LoopContext:
         self._check_abort(reply)
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
-        """Set the trajectory's reward, and the named parts it is made of; later ones replace them.
+        """Set the trajectory's reward and its named components. Later values replace earlier ones.
 
-        A reward function that the task names has the last word on the number. Nothing of a score is checked before
-        the end: what is wrong with it is in the record's `reward_error`.
+        The task's reward function, if it has one, replaces the reward. Scores are validated when the trajectory
+        ends; a problem is recorded in `reward_error`.
         """
         self._score = self._score.updated(Score(reward, components or {}))
 
     def set_metrics(self, **metrics: float) -> None:
-        """Set named numbers that are recorded and not trained on; later ones replace them."""
+        """Set named numbers that are recorded but not used for training. Later values replace earlier ones."""
         self._score = self._score.updated(Score(metrics=metrics))
 
     def set_turn_reward(self, reward: float, turn_id: str | None = None) -> None:
-        """Set the reward of one turn alone, by default of the last. Raises RewardError before the first turn."""
+        """Set the reward of one turn, by default the last. Raises RewardError before the first turn."""
         self._score = self._score.updated(
             Score(turn_rewards={self.turn_id if turn_id is None else turn_id: reward})
         )
 
     def exclude_path(self) -> None:
-        """Keep the path of the last turn from being trained on. Raises RewardError before the first turn."""
+        """Exclude the path of the last turn from training. Raises RewardError before the first turn."""
         self._score = self._score.updated(Score(untrainable_turns=(self.turn_id,)))
 
     def close(self) -> None:
-        """End the trajectory, also for a loop that ignores it: sampling and tools raise from here on."""
+        """End the trajectory: later calls to sample or to run tools raise Conflict, also in an abandoned loop."""
         self._is_over = True
 
     async def _refuse(self) -> NoReturn:
         await asyncio.sleep(REFUSAL_PAUSE_S)  # a loop that catches every error must not spin
-        raise Conflict(f"trajectory {self.trajectory_id} is over")
+        raise Conflict(f"trajectory {self.trajectory_id} has ended: its loop must return")
 
     async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> Reply:
-        """Sample one turn of the policy, appended to the conversation.
+        """Sample one turn of the policy and append it to the conversation.
 
-        A turn that `max_tokens` alone cut returns, with the finish reason LENGTH and `is_closed` false. Raises
-        LimitReached, which a loop lets through, where a limit of the task leaves no room for the turn or cut it, or
-        the trajectory is too old, or of weights that its task does not accept: it ends with that stop reason.
-        Raises Conflict in a trajectory that is over.
+        A turn cut only by `max_tokens` is returned with finish reason LENGTH and `is_closed` false. Raises
+        LimitReached if a limit of the task leaves no tokens for the turn or cut it, if the trajectory is too stale,
+        or if the task's weight version is no longer served: the loop must not catch it, because it sets the stop
+        reason. Raises Conflict after the trajectory has ended.
         """
         if self._is_over:
             await self._refuse()
@@ -302,6 +305,7 @@ class LoopContext:
             try:
                 reply = await sample_turn(self._engine, self._reader, wanted, self._continues_after_abort)
             except WeightVersionNotServed as error:
+                # Before the first token there is no stale sample: the error itself is the outcome.
                 if self._budget.num_sampled_tokens == 0:
                     raise
                 self.has_lost_call = False
@@ -317,24 +321,27 @@ class LoopContext:
         self._last_turn, self._end = reply, self._reader.end_of(reply, self._path.messages[:-1])
         self._keep_turn(max_tokens)
         self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason, max_tokens)
-        # The turn's own age is not checked here: if it is the last one, the trajectory has reached its own end.
+        # Do not check the turn's own staleness here: if it is the last turn, the trajectory is already complete.
         self._check_abort(reply)
         return reply
 
     def model(self, name: str) -> OtherModel:
-        """Return another model of the service, as a user simulator or a judge. None of it is on the path."""
+        """Return another model of the service, such as a user simulator or a judge.
+
+        Its messages and tokens are not part of the trajectory.
+        """
         return OtherModel(name, self._models, self.trajectory_id)
 
     async def run_tools(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
-        """Run a turn's calls side by side and observe one tool message for each, in their order.
+        """Run a turn's calls concurrently and append one tool message per call, in call order.
 
-        A failing, unknown, malformed or late tool is an answer to the policy, never an exception. Raises
-        EndEpisode, which a loop lets through, if a tool ends the episode.
+        A failed, unknown, malformed or timed-out call has an error message as its result and raises nothing.
+        Raises LimitReached, EndEpisode (a tool ends the episode) and ToolLost; the loop must not catch them.
         """
         if self._is_over:
             await self._refuse()
         allowed = self._budget.calls_to_run(len(calls))
-        self._check_age()  # no calls for a turn that will not follow
+        self._check_age()  # do not run calls whose results no turn will read
         limits = self.task.limits
         started = time.perf_counter()
         results = await self._answers(calls[:allowed])
@@ -346,7 +353,8 @@ class LoopContext:
             for call in calls[allowed:]
         ]
         self.tool_calls += (
-            ToolCallTimes(one.name, one.begun_us, round(one.duration_s * 1e6), one.outcome) for one in results
+            ToolCallTimes(result.name, result.begun_us, round(result.duration_s * 1e6), result.outcome)
+            for result in results
         )
         self.num_tool_errors += sum(result.is_error for result in results)
         self._path.observe(
@@ -359,40 +367,41 @@ class LoopContext:
         return tuple(results)
 
     async def react(self) -> bool:
-        """Observe what the environment's user says to the last turn. False: there is no user, or nothing is said.
+        """Append the environment user's reply to the last turn. Returns False if the user does not reply.
 
-        Raises EndEpisode, which a loop lets through, if the user ends the episode.
+        Raises EndEpisode if the user ends the episode; the loop must not catch it.
         """
         if self._is_over:
             await self._refuse()
-        kept, started = self._kept_answers.pop(REACTION, None), time.perf_counter()
-        said = await self._tools.react(self.messages, self._keep) if kept is None else kept.content
+        journaled, started = self._kept_answers.pop(REACTION, None), time.perf_counter()
+        reply = await self._tools.react(self.messages, self._keep) if journaled is None else journaled.content
         self._forget_unless_resumable()
         self.tool_s += time.perf_counter() - started
         self._idle_since_us = self.stopwatch()
-        if said is not None:
-            self.observe(Message("user", said))
-        return said is not None
+        if reply is not None:
+            self.observe(Message("user", reply))
+        return reply is not None
 
     async def _answers(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Run the calls that no lost worker had the answers of."""
-        kept = {call.id: self._kept_answers.pop(call.id) for call in calls if call.id in self._kept_answers}
-        fresh = [call for call in calls if call.id not in kept]
+        """Return the results of calls in order. Calls with a journaled result are not run again."""
+        journaled = {call.id: self._kept_answers.pop(call.id) for call in calls if call.id in self._kept_answers}
+        missing = [call for call in calls if call.id not in journaled]
         max_bytes = self.task.limits.max_tool_response_bytes
-        ran = iter(await self._tools.run(fresh, max_bytes, self._keep, self.stopwatch))
+        results = iter(await self._tools.run(missing, max_bytes, self._keep, self.stopwatch))
         self._forget_unless_resumable()
-        return [kept[call.id] if call.id in kept else next(ran) for call in calls]
+        return [journaled[call.id] if call.id in journaled else next(results) for call in calls]
 
     @property
     def _keep(self) -> KeepAnswers | None:
         return None if self._journal is None else self._keep_answers
 
     def _forget_unless_resumable(self) -> None:
+        # A session without a snapshot has state that cannot move: another worker starts at the first turn.
         if self._journal is not None and not self._tools.can_resume:
             self._journal.forget()
 
     def _keep_turn(self, max_tokens: int | None) -> None:
-        """Journal the turn that was just sampled, what the loop asked of it, and the counts as of now."""
+        """Append the last turn, the loop's `max_tokens` for it and the current counters to the journal."""
         if self._journal is None or (node := self._path.last_turn) is None:
             return
         progress = RunProgress(
@@ -421,25 +430,28 @@ class LoopContext:
 
     @property
     def _left_s(self) -> float | None:
-        """Seconds until the loop's deadline."""
         return None if math.isinf(self.deadline.at) else self.deadline.left_s
 
     def observe(self, *messages: Message) -> None:
-        """Add messages that the policy did not write; it reads them at its next turn.
+        """Append messages that the policy did not write. The next turn's prompt includes them.
 
-        Raises InvalidRequest for a content that is no text, or that UTF-8 cannot hold.
+        Raises InvalidRequest for content that is not a string or cannot be encoded as UTF-8.
         """
         for message in messages:
             if not isinstance(message.content, str):
-                raise InvalidRequest(f"a message's content is text, not {type(message.content).__name__}")
+                raise InvalidRequest(
+                    f"the content of a {message.role} message must be a str, not {type(message.content).__name__}"
+                )
             try:
                 message.content.encode()
             except UnicodeEncodeError as error:
-                raise InvalidRequest(f"a message's content is valid text: {error}") from error
+                raise InvalidRequest(
+                    f"the content of a {message.role} message cannot be encoded as UTF-8: {error}"
+                ) from error
         self._path.observe(*messages)
 
     async def _observe_pending(self, wanted: int | None) -> None:
-        """Turn pending messages into ids of the path, unless the next turn would have no room."""
+        """Add the token ids of pending messages to the path. Raises LimitReached if the next turn does not fit."""
         if not self._path.is_started:
             prompt, images = await self._placed(self._path.messages, self._render)
             self._budget.tokens_for_turn(len(prompt), wanted)
@@ -447,10 +459,11 @@ class LoopContext:
             return
         try:
             bridge, images = await self._placed(self._path.pending, self._bridge)
-        except TemplateNotPrefixStable as refused:  # the whole conversation is rendered, its own thoughts included
+        except TemplateNotPrefixStable as error:
+            # The template changes earlier tokens: render the complete conversation, including sampled reasoning.
             prompt, images = await self._placed(self._path.messages, self._render)
             self._budget.tokens_for_turn(len(prompt), wanted)
-            self._path.extend_to(prompt, self._renderer.decode, images, cause=refused.message)
+            self._path.extend_to(prompt, self._renderer.decode, images, cause=error.message)
             return
         self._budget.tokens_for_turn(self._path.num_context_tokens + len(bridge), wanted)
         self._path.add_observed(bridge, images)
@@ -465,7 +478,7 @@ class LoopContext:
     async def _placed(
         self, messages: Sequence[Message], work: Callable[[], list[int]]
     ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-        """Render messages, with their images' tokens in place."""
+        """Render messages with `work` and insert the placeholder tokens of their images."""
         ids = await off_loop(sum(len(message.content) for message in messages), work)
         known = {image.sha256: image for image in self.task.images}
         request_id = f"{self.trajectory_id}:{self._budget.num_turns}"
@@ -473,7 +486,7 @@ class LoopContext:
         return await self._placer.place(ids, messages, asker)
 
     def _continues_after_abort(self, sampled: SampledTokens) -> bool:
-        """Tell whether a turn that an abort cut goes on: not in a trajectory that is too old."""
+        """Return True if a turn that the engine aborted may continue, that is, if it is not too stale."""
         return self._guard is None or not self._guard.must_end(self._path, sampled.weight_versions)
 
     def _check_age(self) -> None:
@@ -481,9 +494,9 @@ class LoopContext:
             self._guard.check(self._path)
 
     def _check_abort(self, reply: Reply) -> None:
-        """Raises LimitReached (STALE) for a turn that a weight update cut, unless the loop may continue."""
+        """Raise LimitReached (STALE) if a weight update aborted the turn and the loop must not continue."""
         if reply.finish_reason is FinishReason.ABORT:
-            if self.task.weight_version is not None:  # the task does not accept the new weights
+            if self.task.weight_version is not None:  # the task accepts only its own version
                 raise LimitReached(StopReason.STALE)
             self._check_age()
 
@@ -497,6 +510,7 @@ class LoopContext:
             stop_token_ids=tuple(dict.fromkeys((*own_stop_ids, *task.stop_token_ids))),
             min_tokens=min(task.min_tokens, max_tokens),
         )
+        # The prompt opens a reasoning block: the constraint applies to the text after the reasoning.
         if sampling.constraint is not None and self._reader.is_thinking(self._path.context_ids):
             constraint = behind_thought(sampling.constraint, self._reader.marks.thoughts)
             sampling = replace(sampling, constraint=constraint)

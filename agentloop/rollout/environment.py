@@ -1,8 +1,8 @@
-"""`Environment`: tasks, tools over one state, a user, an end and a score, in one class of an author's.
+"""`Environment`: one class with the tasks, the tools and their shared state, the simulated user and the score.
 
-Ownership: one object belongs to one trajectory. It is made, opened, asked, scored and closed by the trajectory's
-`ToolScope`, whose deadlines and results are those of tools. A task names the class by its registered name or import
-path. Synchronous methods run in threads, one at a time; loops and rewards get the object itself.
+Each trajectory has its own instance. The trajectory's `ToolScope` creates, opens, calls, scores and closes it and
+treats its methods like tools: the same deadlines, the same errors. A task selects the class by its registered name
+or import path. Synchronous methods run in threads, one at a time. Loops and rewards receive the instance itself.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from agentloop.score import Score
 from agentloop.types import JSON, Message, RolloutTask, ToolCall
 
 MAX_LIFE_S = 1800.0
-"""The most that an environment may take to open, to score and to close, together."""
+"""The longest sum of an environment's timeouts to open, score and close."""
 
 ScriptedTurn: TypeAlias = str | ToolCall | Sequence[ToolCall]
-"""A turn of a scripted policy: what it says, or calls."""
+"""A turn of a scripted policy: a text, a tool call, or several tool calls."""
 
-_HEAP_TYPE = 1 << 9  # the flag of classes that Python code defines
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes that are defined in Python
 
 
 def call(tool: str, **arguments: JSON) -> ToolCall:
-    """Return a call, as a turn of `Environment.gold`."""
+    """Return a tool call, to use as a turn of `Environment.gold`."""
     return ToolCall("", tool, arguments)
 
 
 class Environment:
-    """One episode of a task. Write a subclass; its methods by `@tool` are what the policy may call.
+    """One episode of a task. Subclasses define the tools of the policy as methods decorated with `@tool`.
 
-    Any method but `tasks` and `gold` may be `async`. State is what `open` puts on `self`.
+    All methods except `tasks` and `gold` may be `async`. `open` sets the state as attributes of `self`.
     """
 
     open_timeout_s: ClassVar[float] = 60.0
@@ -52,80 +52,96 @@ class Environment:
     score_timeout_s: ClassVar[float] = 60.0
     close_timeout_s: ClassVar[float] = 10.0
     task: RolloutTask
-    seed: int  # of the trajectory: the only source of randomness
+    seed: int  # the trajectory's seed: use it for all randomness
 
     @classmethod
     def tasks(cls) -> Iterable[RolloutTask]:
-        """Return its tasks, for `agentloop try`, `validate` and `rollout`, and `tasks_of`."""
+        """Return the environment's tasks, for `agentloop try`, `validate` and `rollout`, and `tasks_of`."""
         return ()
 
     @classmethod
     def gold(cls, task: RolloutTask) -> Sequence[ScriptedTurn] | None:
-        """Return the turns of a policy that solves the task; None: not known."""
+        """Return the turns of a policy that solves the task; None if they are unknown."""
         return None
 
     async def open(self, task: RolloutTask) -> None:
-        """Build the state. Raises InvalidRequest for a task that it cannot be built for."""
+        """Build the state. Raise InvalidRequest for a task that the environment does not support."""
 
     async def react(self, messages: Sequence[Message]) -> str | None:
-        """Return what the user says to an answer without a call; None, or EndEpisode: the episode ends."""
+        """Return the user's reply to a turn without tool calls.
+
+        Return None or raise EndEpisode to end the episode.
+        """
         return None
 
     async def score(self, task: RolloutTask, messages: Sequence[Message]) -> float | Score:
-        """Return the score at the end. An EndEpisode with a reward is in its place."""
+        """Return the score at the end of the episode. Not called if an EndEpisode has a reward."""
         return Score()
 
     async def snapshot(self) -> bytes:
-        """Return the state. The default is all attributes and slots of `self`.
+        """Return the state as bytes. The default implementation saves all attributes and slots of `self` as JSON.
 
-        Raises ToolError for a state that JSON does not preserve: after a lost worker the trajectory starts again.
+        Raises ToolError for a state that JSON cannot represent. If the worker is lost, the trajectory then restarts
+        from its first turn.
         """
+        # A base class in C, such as dict, has content outside attributes and slots.
         if hidden := next((base for base in type(self).__mro__[:-1] if not base.__flags__ & _HEAP_TYPE), None):
-            raise ToolError(f"{type(self).__name__} is also a {hidden.__name__}, whose content has no snapshot")
-        given = vars(self).get("_given") or _Given()
-        if given.setup != _setup_of(given.values.get("task")):
-            raise ToolError("the task of the environment was changed in place: copy what you change")
-        ours = [name for name, value in vars(self).items() if name == "_given" or given.is_its(name, value)]
+            raise ToolError(
+                f"cannot snapshot {type(self).__name__}: it inherits from {hidden.__name__}, whose content is not "
+                "in attributes or slots; implement snapshot() and restore()"
+            )
+        initial = vars(self).get("_given") or _Given()
+        # `restore` uses the task of the new assignment, so that a change made in place would be lost.
+        if initial.setup != _setup_of(initial.values.get("task")):
+            raise ToolError("cannot snapshot: the environment's task was modified in place; modify a copy of it")
+        ours = [name for name, value in vars(self).items() if name == "_given" or initial.is_its(name, value)]
         own = {name: value for name, value in vars(self).items() if name not in ours}
         values = {"attributes": own, "slots": _slots_of(self)}
         odd = [name for part in values.values() for name, value in part.items() if not _is_plain(value, set())]
         if odd or not _is_plain(values, set()):
-            raise ToolError(f"{odd[:3] or 'an object held twice'} is no plain JSON: it has no snapshot of its own")
+            raise ToolError(
+                f"cannot snapshot: {odd[:3] or 'an object that is referenced twice'} cannot be stored as JSON; "
+                "implement snapshot() and restore()"
+            )
         return orjson.dumps({"version": self._version(), "ours": ours, **values})
 
     async def restore(self, state: bytes) -> None:
-        """Take over a state, in an object that was opened for the same task: the attributes are those of the state.
+        """Replace the state of an instance that was opened for the same task by the state of a snapshot.
 
-        Raises ToolError, before it changes anything, for a state of another version of the class.
+        Raises ToolError, and changes nothing, if the snapshot is from a different version of the class.
         """
-        sent = orjson.loads(state)
-        if sent["version"] != self._version():
-            names = {*sent["ours"], *sent["attributes"], *sent["slots"]} ^ {*vars(self), *_slots_of(self)}
+        saved = orjson.loads(state)
+        if saved["version"] != self._version():
+            names = {*saved["ours"], *saved["attributes"], *saved["slots"]} ^ {*vars(self), *_slots_of(self)}
             field = f"field {min(names)!r}" if names else "its code"
-            raise ToolError(f"the snapshot is of another version of {type(self).__qualname__}: {field} differs")
-        kept = {name: vars(self)[name] for name in sent["ours"]}
+            raise ToolError(f"the snapshot is from another version of {type(self).__qualname__}: {field} differs")
+        initial = {name: vars(self)[name] for name in saved["ours"]}
         vars(self).clear()
-        vars(self).update(kept | sent["attributes"])
-        for name in _slots_of(self).keys() - sent["slots"].keys():
+        vars(self).update(initial | saved["attributes"])
+        for name in _slots_of(self).keys() - saved["slots"].keys():
             object.__delattr__(self, name)
-        for name, value in sent["slots"].items():
+        for name, value in saved["slots"].items():
             object.__setattr__(self, name, value)
 
     async def close(self) -> None:
-        """Free what it holds. Called once, on every path."""
+        """Release resources. Called exactly once, also after an error or a cancellation."""
 
     def model(self, name: str) -> OtherModel:
-        """Return another model of the service."""
+        """Return another model of the service, such as a user simulator or a judge."""
         return OtherModel(name, self._models, self._trajectory_id)
 
     async def model_user(
         self, name: str, persona: str, messages: Sequence[Message], *, end: str = "###STOP###"
     ) -> str | None:
-        """Return what a model says in the user's place; None once it says `end`. It does not see the tools."""
+        """Return the reply of a model that plays the user described by `persona`; None if it contains `end`.
+
+        The model receives the texts of the user and the assistant, but no system message, tool call or tool result.
+        """
+        # The model writes the user's turns: to its template it is the assistant.
         roles = {"user": "assistant", "assistant": "user"}
-        seen = [Message(roles[one.role], one.content) for one in messages if one.role in roles and one.content]
-        said = await self.model(name).chat([Message("system", persona), *seen])
-        return None if end in said else said
+        seen = [Message(roles[each.role], each.content) for each in messages if each.role in roles and each.content]
+        reply = await self.model(name).chat([Message("system", persona), *seen])
+        return None if end in reply else reply
 
     def _version(self) -> str:
         return _version_of(type(self))  # type: ignore[arg-type] # mypy takes the hash of its objects
@@ -137,36 +153,36 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The attributes that the service has set: a new object has them too, unless the author replaced them."""
+    """The attributes set by the service. A new instance has them too, so a snapshot omits those still unchanged."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    setup: int = 0  # `_setup_of` the task
+    setup: int = 0  # `_setup_of(task)` at the time of `open`
 
     def is_its(self, name: str, value: object) -> bool:
         return name in self.values and value is self.values[name]
 
 
 def _setup_of(task: RolloutTask | None) -> int:
-    """Return a hash of the parts of a task that an author can change in place; 0 without a task."""
+    """Return a hash of the mutable parts of a task; 0 without a task."""
     return 0 if task is None else hash(repr((task.reference, task.tool_setup, task.template_kwargs)))
 
 
 def _slots_of(environment: Environment) -> dict[str, Any]:
-    """Return the values of the slots of all its classes, by their mangled names."""
+    """Return the slot values of all classes of the instance by mangled name."""
     state = object.__getstate__(environment)
     return state[1] if isinstance(state, tuple) else {}
 
 
 @cache
 def _version_of(kind: type[Environment]) -> str:
-    """Return a digest of the source of a class and of its bases, without `Environment`."""
+    """Return a digest of the source code of a class and its bases, except `Environment`."""
     digest = hashlib.sha256()
     for base in kind.__mro__:
         if base is Environment:
             continue
         try:
             source = inspect.getsource(base)
-        except (OSError, TypeError):  # a class without a file
+        except (OSError, TypeError):  # a class without a source file, such as one from a REPL or a built-in
             source = repr(sorted(vars(base)))
         digest.update(f"{base.__qualname__} {source}".encode())
     return digest.hexdigest()
@@ -174,7 +190,7 @@ def _version_of(kind: type[Environment]) -> str:
 
 @dataclass(frozen=True)
 class LoadedEnvironment:
-    """A class of an author's as the toolbox holds it: a Tool whose session answers all of its `methods`."""
+    """An environment class as a Tool of the toolbox. Its session answers the calls of all `methods`."""
 
     kind: type[Environment]
     path: str
@@ -194,7 +210,7 @@ class LoadedEnvironment:
 
     @property
     def methods(self) -> Mapping[str, FunctionTool]:
-        """The methods by `@tool`, by their names: a base class's first."""
+        """The methods decorated with `@tool`, by tool name; those of base classes first."""
         return _methods_of(self.kind, self.path)  # type: ignore[arg-type] # mypy takes the hash of its objects
 
     def open_session(self, trajectory_id: str, seed: int) -> OpenEnvironment:
@@ -203,21 +219,21 @@ class LoadedEnvironment:
         return OpenEnvironment(environment, self.methods)
 
     async def close(self) -> None:
-        """Nothing is shared between trajectories."""
+        """Do nothing: trajectories share no resources."""
 
 
 @cache
 def _methods_of(kind: type[Environment], path: str) -> Mapping[str, FunctionTool]:
-    """Make the tools of a class: once, not for each trajectory."""
-    named: dict[str, Any] = {}
+    # Cached: the tools of a class are created once, not for each trajectory.
+    members: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
-        named |= vars(base)
-    found = (one.within(path) for one in named.values() if isinstance(one, FunctionTool))
-    return {one.spec.name: one for one in found}
+        members |= vars(base)
+    tools = (member.within(path) for member in members.values() if isinstance(member, FunctionTool))
+    return {tool.spec.name: tool for tool in tools}
 
 
 class OpenEnvironment:
-    """One trajectory's environment as a session. Its caller sees to it that calls come one at a time."""
+    """The ToolSession of one trajectory's environment. The caller must serialize the calls."""
 
     def __init__(self, environment: Environment, methods: Mapping[str, FunctionTool]) -> None:
         self.environment = environment
@@ -229,19 +245,19 @@ class OpenEnvironment:
         await call_user_code(self.environment.open, task)
 
     async def call(self, arguments: Mapping[str, JSON]) -> str:
-        raise ToolError("an environment is called by its tools")
+        raise ToolError("an environment cannot be called itself: call one of its tools")
 
     async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
-        """Return the answer of one of the methods. Raises as `call`, and EndEpisode."""
+        """Call the tool method `name` and return its result. Raises ToolError, ToolLost and EndEpisode."""
         return await self._methods[name].call_on((self.environment,), arguments)
 
     async def react(self, messages: Sequence[Message]) -> str | None:
-        """Return what the user says. Raises EndEpisode."""
-        said: str | None = await call_user_code(self.environment.react, messages)
-        return said
+        """Return the user's reply, or None. Raises EndEpisode."""
+        reply: str | None = await call_user_code(self.environment.react, messages)
+        return reply
 
     async def score_of(self, task: RolloutTask, messages: Sequence[Message]) -> float | Score:
-        """Return the score of a conversation."""
+        """Return the environment's score of a conversation."""
         score: float | Score = await call_user_code(self.environment.score, task, messages)
         return score
 
@@ -257,30 +273,32 @@ class OpenEnvironment:
 
 
 def load_environment(path: str) -> LoadedEnvironment:
-    """Return the environment of a registered name or import path.
+    """Load the environment class with this registered name or import path.
 
     Raises InvalidRequest with param "environment".
     """
     kind = parts.find(parts.ENVIRONMENTS, path, param="environment")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
-        raise InvalidRequest(f"{path!r} is no Environment, a class", param="environment")
+        raise InvalidRequest(f"{path!r} is not a subclass of agentloop.rollout.Environment", param="environment")
     life_s = kind.open_timeout_s + kind.score_timeout_s + kind.close_timeout_s
     if not 0 < life_s <= MAX_LIFE_S:
         raise InvalidRequest(
-            f"{path}: its timeouts are {life_s:g} s, of at most {MAX_LIFE_S:g}", param="environment"
+            f"{path}: open_timeout_s + score_timeout_s + close_timeout_s is {life_s:g} s, but must be positive and "
+            f"at most {MAX_LIFE_S:g} s",
+            param="environment",
         )
     return LoadedEnvironment(kind, path)
 
 
 def tasks_of(path: str) -> list[RolloutTask]:
-    """Return the tasks of an environment, each of which names it. Raises InvalidRequest."""
+    """Return the tasks of an environment, with their `environment` set to `path`. Raises InvalidRequest."""
     loaded = load_environment(path)
-    tasks = made(lambda: list(loaded.kind.tasks()), f"{path} has no tasks", param="environment")
+    tasks = made(lambda: list(loaded.kind.tasks()), f"{path}.tasks() failed", param="environment")
     return [replace(task, environment=path) for task in tasks]
 
 
 def _is_plain(value: object, seen: set[int]) -> bool:
-    """Tell if JSON gives a value back as it is, which nothing else of the state holds too."""
+    """Return True if JSON round-trips the value exactly and no object in it is in `seen` (referenced twice)."""
     if type(value) is float:
         return math.isfinite(value)
     if type(value) not in (dict, list):
@@ -289,6 +307,6 @@ def _is_plain(value: object, seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     if isinstance(value, dict):
-        return all(type(key) is str and _is_plain(one, seen) for key, one in value.items())
+        return all(type(key) is str and _is_plain(item, seen) for key, item in value.items())
     assert isinstance(value, list)
-    return all(_is_plain(one, seen) for one in value)
+    return all(_is_plain(item, seen) for item in value)

@@ -1,7 +1,8 @@
-"""Hand-ins: a worker's records on their way to the coordinator, one call at a time.
+"""Submission of a worker's records to the coordinator, with one call at a time.
 
-A call carries all that ended while the one before was under way, up to its bounds: a busy coordinator is called
-seldom, an idle one at once. What waits is one record for each trajectory that has ended.
+A call contains all records that were added during the previous call, up to `MAX_HAND_IN` records and
+`MAX_HAND_IN_BYTES`. So a busy coordinator receives fewer, larger calls, and an idle one receives each record
+immediately. The queue holds at most one record per running trajectory.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from agentloop.api.encoded_record import EncodedRecord
 from agentloop.concurrency.aio import OwnedTasks
 
 MAX_HAND_IN_BYTES = 4 << 20
-"""Bytes of the records of one call, unless it carries one alone. Larger ones cost their receiver more a byte: their
-memory is fetched from the system and given back each time."""
+"""Maximum total bytes of the records of one call; a call with a single record may be larger. Larger messages cost
+the receiver more CPU per byte, because the allocator obtains their memory from the system and releases it each
+time."""
 
 
 class HandIns:
-    """The hand-ins of one worker. `give` records, and `close` in the end."""
+    """Submits the records of one worker."""
 
     def __init__(self, worker_id: str, coordinator: WorkerPort) -> None:
         self._worker_id = worker_id
@@ -30,33 +32,32 @@ class HandIns:
         self._is_calling = False
 
     async def give(self, record: EncodedRecord) -> bool:
-        """Hand in a record. Returns, or raises, what the coordinator says of it (`WorkerPort.finish`)."""
+        """Submit a record. Returns or raises the coordinator's result for it (see `WorkerPort.finish`)."""
         outcome: asyncio.Future[bool | Exception] = asyncio.get_running_loop().create_future()
         self._waiting.append((record, outcome))
         if not self._is_calling:
             self._is_calling = True
             self._tasks.start(self._call())
-        found = await outcome
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = await outcome
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def close(self) -> None:
-        """Cut the call that is under way. Idempotent."""
+        """Cancel the running call. Idempotent."""
         await self._tasks.close(cancels=True)
 
     async def _call(self) -> None:
-        """Call until nothing waits."""
         try:
             while self._waiting:
                 batch = self._next()
                 answers: Sequence[bool | Refusal | Exception]
                 try:
-                    answers = await self._coordinator.finish(self._worker_id, tuple(one for one, _ in batch))
+                    answers = await self._coordinator.finish(self._worker_id, tuple(record for record, _ in batch))
                 except Exception as error:
                     answers = [error] * len(batch)
                 for (_, outcome), answer in zip(batch, answers, strict=True):
-                    if not outcome.done():  # its caller waits still
+                    if not outcome.done():  # its caller was not cancelled
                         outcome.set_result(answer.raised() if isinstance(answer, Refusal) else answer)
         finally:
             self._is_calling = False

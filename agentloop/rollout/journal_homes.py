@@ -1,11 +1,11 @@
-"""The storage backends of turn journals: files on the worker's own disk, or the run's store for workers elsewhere.
+"""Storage backends of turn journals: files (`JournalFolder`) or the run's store (`StoredJournals`).
 
-Both stay. Files lose the turns of a lost host. The store (SQLite, over the coordinator's port) takes 2 to 10 times
-the CPU of files per turn: 26 and 60 µs with 50 turns in one write, 160 and 1,100 µs with one turn.
+Files survive a killed process, but not a power failure (they are not synced) and not the loss of the host. The
+store survives both, at 2 to 10 times the CPU time per turn: 60 instead of 26 µs with 50 turns per write, 1,100
+instead of 160 µs with one turn. The coordinator performs all writes to the store; a repeated write stores each part
+once.
 
-Invariants: a journal that was removed with its sample keeps nothing that is appended later, and is over. A file
-survives a killed process, not a power cut, since nothing is synced, and goes with its host. The turns in the store
-were committed by the coordinator, which alone may write there; a call may be repeated, a part is kept once.
+Invariant: after a sample's journals were removed, appends to them store nothing and report the journal as ended.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ TURNS_FOLDER = "turns"
 MAX_NAMES_A_CALL = 1000
 MAX_HEADER_BYTES = 4096
 MAX_CALL_PARTS_BYTES = 4 << 20
-STRAY_AFTER_S = 3600.0  # a file without a readable header goes at this age
+STRAY_AFTER_S = 3600.0  # age at which a file without a readable header is removed
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class _Thread:
-    """The one thread of a home."""
+    """Runs the blocking work of a storage backend in one thread."""
 
     def __init__(self, executor: Executor | None = None) -> None:
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="turn-journal")
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        # Shielded: a cancelled caller must not take back what the thread has yet to do and no list has any more.
+        # Shielded: entries in a queued write are no longer in any list, so cancelling the write would lose them.
         return await asyncio.shield(loop.run_in_executor(self._executor, lambda: work(*args, **kwargs)))
 
     def close(self) -> None:
@@ -53,13 +53,13 @@ class _Thread:
 
 
 class JournalFolder(_Thread):
-    """The JournalHome of a worker's own disk: a file for each run, named by its sample."""
+    """The JournalHome on a worker's disk: one file per run, whose name begins with the sample's mark."""
 
     def __init__(self, folder: Path, executor: Executor | None = None) -> None:
-        """`executor` runs one call at a time; a thread of its own by default."""
+        """`executor` must run one call at a time; by default a new thread does."""
         super().__init__(executor)
         self._folder = folder
-        self._left_behind: set[str] = set()  # marks of samples that other workers had a file of, at the last look
+        self._left_behind: set[str] = set()  # marks of unfinished samples with files of other workers, at `sweep`
         self._is_failing = False
 
     async def write(
@@ -74,20 +74,20 @@ class JournalFolder(_Thread):
         return mark_of(assignment_id) in self._left_behind
 
     async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
-        found = await self.in_thread(self._names)
-        names = list(found)
-        # Until the coordinator, which may have died with their workers, says which of them have their records.
-        self._left_behind = {path.name.partition(".")[0] for paths in found.values() for path in paths}
+        files = await self.in_thread(self._names)
+        names = list(files)
+        # Assume that all samples are unfinished until the coordinator, which may be down, reports which are.
+        self._left_behind = {path.name.partition(".")[0] for paths in files.values() for path in paths}
         left_behind: set[str] = set()
         for start in range(0, len(names), MAX_NAMES_A_CALL):
-            some = tuple(names[start : start + MAX_NAMES_A_CALL])
-            owed = set(await unfinished(some))
-            left_behind.update(path.name.partition(".")[0] for name in owed for path in found[name])
-            doomed = [(name, path.name) for name in set(some) - owed for path in found[name]]
+            chunk = tuple(names[start : start + MAX_NAMES_A_CALL])
+            pending = set(await unfinished(chunk))
+            left_behind.update(path.name.partition(".")[0] for name in pending for path in files[name])
+            doomed = [(name, path.name) for name in set(chunk) - pending for path in files[name]]
             await self.in_thread(self._write_all, (), doomed)
         self._left_behind = left_behind
 
-    # --- the thread's side ---
+    # The methods below run in the thread.
 
     def _write_all(self, parts: Sequence[JournalPart], forgotten: Sequence[tuple[str, str]]) -> list[str]:
         for assignment_id, run in forgotten:
@@ -102,14 +102,17 @@ class JournalFolder(_Thread):
                 self._append(part)
             except OSError as error:
                 over.append(part.run)
-                if not isinstance(error, FileNotFoundError) and not self._is_failing:  # that one's sample has ended
-                    consequence = "lost workers' work begins anew"
+                # FileNotFoundError means that the sample has ended. Log the first of several failures only.
+                if not isinstance(error, FileNotFoundError) and not self._is_failing:
+                    consequence = "trajectories of lost workers restart from their first turn"
                     _log.error("journal_not_written", error=repr(error), consequence=consequence)
         self._is_failing = bool(over)
         return over
 
     def _append(self, part: JournalPart) -> None:
-        is_new = part.number == 0  # a file that is gone later was removed with its sample
+        is_new = (
+            part.number == 0
+        )  # only part 0 may create the file: a later missing file was removed with its sample
         try:
             fd = open_log(self._folder / part.run, is_new=is_new)
         except FileNotFoundError:
@@ -127,31 +130,31 @@ class JournalFolder(_Thread):
         return [self._folder / file for file in files if file.startswith(mark_of(assignment_id))]
 
     def _read(self, assignment_id: str) -> list[tuple[str, bytes]]:
-        found = []
+        journals = []
         for path in self._files_of(assignment_id):
             data = b""
             try:
                 data = path.read_bytes()
             except OSError as error:
                 _log.error("journal_unreadable", assignment=assignment_id, error=repr(error))
-            found.append((path.name, data))
-        return found
+            journals.append((path.name, data))
+        return journals
 
     def _names(self) -> dict[str, list[Path]]:
-        """Return the files by the ids of their assignments. An unreadable one goes when it is old."""
-        found: dict[str, list[Path]] = {}
+        """Return the files by assignment id. Removes unreadable files older than `STRAY_AFTER_S`."""
+        files: dict[str, list[Path]] = {}
         for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
-            with suppress(FileNotFoundError):  # its record became durable meanwhile
+            with suppress(FileNotFoundError):  # another worker removed it after its sample's record was stored
                 header = _header(path)
                 if header is not None:
-                    found.setdefault(header.assignment_id, []).append(path)
+                    files.setdefault(header.assignment_id, []).append(path)
                 elif time.time() - path.stat().st_mtime > STRAY_AFTER_S:
                     path.unlink()
-        return found
+        return files
 
 
 class StoredJournals(_Thread):
-    """The JournalHome that is the run's store. Where a sample gets its record, the store removes its journals."""
+    """The JournalHome in the run's store, which removes a sample's journals when it stores the sample's record."""
 
     def __init__(self, coordinator: WorkerPort) -> None:
         super().__init__()
@@ -161,8 +164,8 @@ class StoredJournals(_Thread):
         self, parts: Callable[[], Sequence[JournalPart]], forgotten: Sequence[tuple[str, str]]
     ) -> Sequence[str]:
         over: list[str] = []
-        for some in _calls_of(await self.in_thread(parts)):
-            over += await self._coordinator.keep_turns(tuple(some), tuple(forgotten))
+        for chunk in _calls_of(await self.in_thread(parts)):
+            over += await self._coordinator.keep_turns(tuple(chunk), tuple(forgotten))
             forgotten = ()
         return over
 
@@ -170,23 +173,23 @@ class StoredJournals(_Thread):
         return await self._coordinator.kept_turns(assignment_id)
 
     def may_have(self, assignment_id: str) -> bool:
-        return False  # an assignment that was restored says so
+        return False  # `Assignment.is_restored` reports earlier runs
 
     async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
         pass
 
 
 def _calls_of(parts: Sequence[JournalPart]) -> Iterator[list[JournalPart]]:
-    """Yield the parts of one call after the other, at least of one, up to a bound of their bytes."""
-    some: list[JournalPart] = []
+    """Split parts into calls of at most `MAX_CALL_PARTS_BYTES`. Yields at least one call, which may be empty."""
+    chunk: list[JournalPart] = []
     num_bytes = 0
     for part in parts:
         num_bytes += len(part.frames)
-        if some and num_bytes > MAX_CALL_PARTS_BYTES:
-            yield some
-            some, num_bytes = [], len(part.frames)
-        some.append(part)
-    yield some
+        if chunk and num_bytes > MAX_CALL_PARTS_BYTES:
+            yield chunk
+            chunk, num_bytes = [], len(part.frames)
+        chunk.append(part)
+    yield chunk
 
 
 def _header(path: Path) -> RunHeader | None:

@@ -1,7 +1,7 @@
-"""Agent loops: how a trajectory unfolds. A loop is any object with `async def run(self, task, ctx)`.
+"""Agent loops: the code that drives a trajectory. A loop is any object with `async def run(self, task, ctx)`.
 
-Shipped ones have names; a task may name any other by import path (`my_package.my_loop:MyLoop`), a class that is
-called without arguments or an object.
+Tasks select a built-in loop by name and any other loop by import path (`my_package.my_loop:MyLoop`): an object, or
+a class whose constructor needs no arguments.
 """
 
 from __future__ import annotations
@@ -15,51 +15,57 @@ from agentloop.types import RolloutTask
 
 
 class AgentLoop(Protocol):
-    """The way in which trajectories unfold. One object serves all of a worker's: keep state in local variables."""
+    """Drives trajectories. All trajectories of a worker share one object: keep state in local variables."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
-        """Drive one trajectory: sample, run tools, observe. Returning completes it; limits end it by
-        themselves, as LimitReached out of `ctx.sample` or `ctx.run_tools`; another exception makes it a failed
-        record."""
+        """Drive one trajectory: sample turns, run tools, append messages.
+
+        The trajectory is complete when `run` returns. At a limit, `ctx.sample` or `ctx.run_tools` raises
+        LimitReached: do not catch it. Any other exception is recorded as a failure.
+        """
 
 
 @runtime_checkable
 class ResumableLoop(AgentLoop, Protocol):
-    """A loop whose trajectory continues at its last finished turn if its worker dies; others begin again."""
+    """A loop that can resume a trajectory at its last finished turn after its worker is lost.
+
+    With any other loop the trajectory restarts from its first turn.
+    """
 
     async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
-        """Go on as `run` does after the `ctx.sample` that returned `ctx.last_turn`; here or in another process.
+        """Continue like `run` after the `ctx.sample` that returned `ctx.last_turn`, possibly in another process.
 
-        Messages, tokens, budget, deadline and score are as they were at that moment. What the loop itself did after
-        it (messages observed, rewards set) it does again. `run_tools` gives the answers that there were without
-        running those calls again; a call whose answer was not kept runs, perhaps for the second time.
+        Messages, tokens, budget, deadline and score are restored to that moment. The loop must repeat its own later
+        steps (messages it added, rewards it set). `ctx.run_tools` returns journaled results without running those
+        calls again; a call without a journaled result runs, possibly for the second time.
         """
 
 
 class SingleTurn:
-    """One prompt, one answer; tools may be declared but are not run."""
+    """Samples one turn. The task's tools are in the prompt, but their calls are not run."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
-        """Sample one turn and stop."""
+        """Sample one turn."""
         await ctx.sample()
 
     async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
-        """Do nothing: the one turn was sampled."""
+        """Do nothing: the only turn is already sampled."""
 
 
 class ToolLoop:
-    """The usual agent: sample, run the tools it called, repeat until it answers without a call.
+    """Samples a turn, runs its tool calls, and repeats until a turn has no call.
 
-    An environment's user then may go on with the conversation.
+    After a turn without a call the environment's user, if there is one, may reply, which continues the
+    conversation.
     """
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
-        """Sample and run tools until the policy answers."""
+        """Sample turns and run tools until the policy answers without a call."""
         await ctx.sample()
         await self.resume(task, ctx)
 
     async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
-        """Go on after a turn: run what it called, and sample the next one."""
+        """Run the calls of the last turn and continue sampling."""
         while ctx.last_turn.calls or await ctx.react():
             if ctx.last_turn.calls:
                 await ctx.run_tools(ctx.last_turn.calls)
@@ -70,17 +76,17 @@ SHIPPED_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurn, "tool_lo
 
 
 def load_loop(name: str) -> AgentLoop:
-    """Return the loop of a name or an import path. Raises InvalidRequest (`param="loop"`) for anything else."""
+    """Return the loop with this name or import path. Raises InvalidRequest with param "loop"."""
     if name in SHIPPED_LOOPS:
         return SHIPPED_LOOPS[name]()
     if ":" not in name:
         raise InvalidRequest(
-            f"unknown loop {name!r}: shipped are {', '.join(sorted(SHIPPED_LOOPS))}; "
-            "your own is named by import path, my_package.my_loop:MyLoop",
+            f"unknown loop {name!r}: expected {', '.join(map(repr, sorted(SHIPPED_LOOPS)))} or an import path such "
+            "as 'my_package.my_loop:MyLoop'",
             param="loop",
         )
-    found = resolve(name, param="loop")
-    loop = made(found, f"{name} cannot be constructed", param="loop") if isinstance(found, type) else found
+    target = resolve(name, param="loop")
+    loop = made(target, f"cannot construct the loop {name}", param="loop") if isinstance(target, type) else target
     if not callable(getattr(loop, "run", None)):
-        raise InvalidRequest(f"{name} has no method run(task, ctx)", param="loop")
+        raise InvalidRequest(f"the loop {name} has no method run(task, ctx)", param="loop")
     return cast(AgentLoop, loop)

@@ -1,4 +1,7 @@
-"""Other models of the service, as loops and rewards use them: messages in, a text out, and no token on any path."""
+"""The service's models other than the policy, for loops and rewards.
+
+Their messages and tokens are not recorded in any trajectory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from agentloop.errors import ModelNotFound, RewardError
 from agentloop.types import Judge, Message, RolloutTask
 
 JUDGE_TIMEOUT_S = 4 * 3600.0
-"""The longest that a reward waits for its judge, which may sleep until its turn on the accelerators comes."""
+"""The minimum timeout of a reward that calls a judge: a sleeping judge may wait this long for its accelerators."""
 
 _ANSWER_TOKENS = 256
 _ASKED = "Answer with yes or no, or with a number from 0 to 1."
@@ -20,7 +23,7 @@ _VERDICT = re.compile(r"(?<![\w.])(yes|no|[01](?:\.\d+)?|\.\d+)(?![\w]|\.\d)", r
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A chat call to another model. Calls of one `affinity` share a replica, and so its KV cache."""
+    """A chat call to another model. Calls with the same `affinity` share a replica and thus its KV cache."""
 
     model: str
     messages: tuple[Message, ...]
@@ -30,28 +33,28 @@ class ModelCall:
 
 
 class ModelsPort(Protocol):
-    """The models of a service beside the policy."""
+    """The models of a service other than the policy."""
 
     async def chat(self, call: ModelCall) -> str:
-        """Return the answer's text, without thoughts. Raises ModelNotFound, and what a chat call raises."""
+        """Return the answer's text without reasoning. Raises ModelNotFound and the errors of a chat call."""
 
 
 def unknown_model(name: str, names: Iterable[str], param: str = "model") -> ModelNotFound:
-    """Return the refusal of a model that is none of those beside the policy."""
+    """Return the ModelNotFound error for a name that is not in `names`, the configured models."""
     known = ", ".join(map(repr, names)) or "none"
-    return ModelNotFound(f"no model {name!r} beside the policy; there is {known}", param=param)
+    return ModelNotFound(f"unknown model {name!r}: the models other than the policy are {known}", param=param)
 
 
 class NoModels:
-    """The ModelsPort of a service that has none beside the policy."""
+    """The ModelsPort of a service with no model other than the policy."""
 
     async def chat(self, call: ModelCall) -> str:
-        raise ModelNotFound(f"this service has no model {call.model!r} beside its policy", param="model")
+        raise ModelNotFound(f"unknown model {call.model!r}: this service serves only its policy", param="model")
 
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """A model as the loop of one trajectory talks to it; `ctx.model(NAME)` gives it."""
+    """A model for the loop of one trajectory. `ctx.model(NAME)` returns it."""
 
     name: str
     port: ModelsPort
@@ -60,25 +63,28 @@ class OtherModel:
     async def chat(
         self, messages: Sequence[Message], *, max_tokens: int = _ANSWER_TOKENS, temperature: float = 0.0
     ) -> str:
-        """Return its answer to a conversation, as text. None of it is recorded; `ctx.observe` what is to be.
+        """Return the model's answer to a conversation as text.
 
-        Raises ModelNotFound, ContextLengthExceeded, and DeadlineExceeded for a model that does not answer in time.
+        The call is not recorded: use `ctx.observe` to add the answer to the trajectory. Raises ModelNotFound,
+        ContextLengthExceeded, and DeadlineExceeded if the model does not answer in time.
         """
         return await self.port.chat(ModelCall(self.name, tuple(messages), max_tokens, temperature, self.affinity))
 
 
 async def judge_score(judge: Judge, models: ModelsPort, task: RolloutTask, messages: Sequence[Message]) -> float:
-    """Return the score of a conversation, from 0 to 1, that a judge gives by its rubric.
+    """Return the judge's score of a conversation, from 0 to 1.
 
-    The judge's verdict is the last yes, no or number of its answer. Raises RewardError if there is none.
+    The verdict is the last "yes", "no" or number in the judge's answer. Raises RewardError without a verdict.
     """
-    said = "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+    conversation = "\n\n".join(f"{message.role}: {message.content}" for message in messages)
     reference = "" if task.reference is None else f"\n\nReference: {task.reference}"
-    asked = f"{judge.rubric}\n\n{said}{reference}\n\n{_ASKED}"
-    answer = await models.chat(ModelCall(judge.model, (Message("user", asked),)))
+    prompt = f"{judge.rubric}\n\n{conversation}{reference}\n\n{_ASKED}"
+    answer = await models.chat(ModelCall(judge.model, (Message("user", prompt),)))
     verdicts = _VERDICT.findall(answer)
     if not verdicts:
-        raise RewardError(f"the judge {judge.model!r} gave no verdict: {answer[:200]!r}")
+        raise RewardError(
+            f"the answer of judge {judge.model!r} contains no yes, no or number from 0 to 1: {answer[:200]!r}"
+        )
     verdict = verdicts[-1].lower()
     score = {"yes": 1.0, "no": 0.0}.get(verdict)
     return min(float(verdict), 1.0) if score is None else score

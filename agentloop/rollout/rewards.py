@@ -1,8 +1,8 @@
-"""Reward functions: the shipped ones, finding one by name, and running one safely.
+"""Reward functions: the built-in ones, loading by name or import path, and running one safely.
 
-A reward function sees the task (with its `reference`) and the whole conversation, and returns a number or a
-`Score`. `score` turns whatever it does into a checked score or one line that says why there is none: a failed
-reward never loses a trajectory.
+A reward function receives the task (with its `reference`) and the complete conversation and returns a number or a
+`Score`. `score` runs it and returns a validated score or a one-line error, so that a failed reward never loses a
+trajectory.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from agentloop.score import Score, resolved, score_of
 from agentloop.types import Judge, Message, RolloutTask, Trajectory
 
 RewardFunction: TypeAlias = Callable[..., "float | Score | Awaitable[float | Score]"]
-"""A function of the task and the main conversation's messages, called as `function(task, messages)`.
+"""A function of the task and the messages of the main conversation, called as `function(task, messages)`.
 
-One with a parameter named `trajectory` gets the record too, as it will be but for the score: its paths, and what
-the loop and the tools said of it. One with a parameter named `tools` gets the trajectory's tool sessions by name,
-and one named `environment` its `Environment`, which are closed after it; one named `models` gets the service's
-other models (`agentloop/rollout/models.py`).
-Synchronous functions run in a thread of their own, asynchronous ones on the worker's loop, where alone a session's
-coroutines may be awaited.
+Further arguments are passed to parameters with these names:
+
+- `trajectory`: the record before this score, with the paths and the scores of the loop and the tools
+- `tools`: the trajectory's tool sessions by tool name, still open
+- `environment`: the trajectory's `Environment`, still open
+- `models`: the service's other models (`agentloop/rollout/models.py`)
+
+Synchronous functions run in a separate thread. Asynchronous functions run on the worker's event loop; only there
+can a session's coroutines be awaited.
 """
 
 _GIVEN = ("trajectory", "tools", "models", "environment")
@@ -39,10 +42,11 @@ _ANSWER_IS = re.compile(r"answer is\s*:?", re.IGNORECASE)
 
 
 def exact_match(task: RolloutTask, messages: Sequence[Message]) -> float:
-    """1.0 if the final answer is the reference, as text, else 0.0.
+    """Return 1.0 if the final answer equals the reference as text, else 0.0.
 
-    The final answer is what follows the last "answer is" in the last assistant message, or else all of it, without
-    surrounding space and quotes and without a trailing period. Raises RewardError for a task without a reference.
+    The final answer is the text after the last "answer is" of the last assistant message, or the complete message
+    if it has none, stripped of spaces, quotes and trailing periods. Raises RewardError for a task without a
+    reference.
     """
     expected = _reference(task)
     answer = _ANSWER_IS.split(_last_answer(messages))[-1]
@@ -51,7 +55,7 @@ def exact_match(task: RolloutTask, messages: Sequence[Message]) -> float:
 
 
 def contains_reference(task: RolloutTask, messages: Sequence[Message]) -> float:
-    """1.0 if the last assistant message holds the reference as a whole word or number, else 0.0.
+    """Return 1.0 if the last assistant message contains the reference as a complete word or number, else 0.0.
 
     Raises RewardError for a task without a reference.
     """
@@ -61,7 +65,7 @@ def contains_reference(task: RolloutTask, messages: Sequence[Message]) -> float:
 
 def _reference(task: RolloutTask) -> str:
     if task.reference is None:
-        raise RewardError(f"task {task.task_id!r} has no reference")
+        raise RewardError(f"task {task.task_id!r} has no reference, which this reward compares the answer with")
     return str(task.reference)
 
 
@@ -76,54 +80,61 @@ SHIPPED_REWARDS: dict[str, RewardFunction] = {
 
 
 def load_reward(name_or_path: str) -> RewardFunction:
-    """Return a shipped or registered reward by name, or one by import path.
+    """Return the built-in or registered reward with this name, or the one at this import path.
 
     Raises InvalidRequest with param "reward".
     """
     if name_or_path in SHIPPED_REWARDS:
         return SHIPPED_REWARDS[name_or_path]
-    found = parts.find(parts.REWARDS, name_or_path, param="reward", shipped=SHIPPED_REWARDS)
-    if not callable(found):
-        raise InvalidRequest(f"{name_or_path!r} is not a function", param="reward")
-    return cast(RewardFunction, found)
+    function = parts.find(parts.REWARDS, name_or_path, param="reward", shipped=SHIPPED_REWARDS)
+    if not callable(function):
+        raise InvalidRequest(
+            f"reward {name_or_path!r} is not a function but a {type(function).__name__}", param="reward"
+        )
+    return cast(RewardFunction, function)
 
 
 class Weighted:
-    """A reward function made of several: the weighted sum of their rewards, each of which is a component.
+    """A reward function that is the weighted sum of several; each part's reward is recorded as a component.
 
-    Tasks name its place: `reward = Weighted(answer=(1.0, "exact_match"), style=(0.2, Judge("judge", RUBRIC)))`.
+    Define it in a module, `reward = Weighted(answer=(1.0, "exact_match"), style=(0.2, Judge("judge", RUBRIC)))`,
+    and set the task's `reward` to its import path.
     """
 
     def __init__(self, **parts: tuple[float, str | Judge | RewardFunction]) -> None:
-        """A part is a weight and a reward: a name, an import path, a function or a judge. Raises InvalidRequest."""
+        """Each part is a weight and a reward: a name, an import path, a function or a judge.
+
+        Raises InvalidRequest if a reward cannot be loaded.
+        """
         self.has_judge = any(isinstance(reward, Judge) for _, reward in parts.values())
         self._parts = {name: (weight, function_of(reward)) for name, (weight, reward) in parts.items()}
-        told = [name for name in _GIVEN if any(takes(function, name) for _, function in self._parts.values())]
+        extra = [name for name in _GIVEN if any(takes(function, name) for _, function in self._parts.values())]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        # `takes` reads the signature: declare exactly the parameters that some part has.
         self.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, kind) for name in ("task", "messages", *told)]
+            [inspect.Parameter(name, kind) for name in ("task", "messages", *extra)]
         )
 
     async def __call__(self, task: RolloutTask, messages: Sequence[Message], **given: object) -> Score:
-        """Run the parts side by side. Raises what one of them raises, and RewardError for one without a reward."""
+        """Run the parts concurrently. Raises a part's error, and RewardError if a part returns no reward."""
 
         async def run(function: RewardFunction) -> Score:
             return score_of(await call_user_code(function, task, messages, **_taken(function, given)))
 
-        found = await asyncio.gather(*(run(function) for _, function in self._parts.values()))
-        whole, total = Score(), 0.0
-        for (name, (weight, _)), score in zip(self._parts.items(), found, strict=True):
+        scores = await asyncio.gather(*(run(function) for _, function in self._parts.values()))
+        combined, total = Score(), 0.0
+        for (name, (weight, _)), score in zip(self._parts.items(), scores, strict=True):
             if score.reward is None:
                 raise RewardError(f"part {name!r} has no reward")
             total += weight * score.reward
-            own = {name: score.reward, **{f"{name}.{inner}": one for inner, one in score.components.items()}}
-            metrics = {f"{name}.{inner}": one for inner, one in score.metrics.items()}
-            whole = whole.joined(replace(score, reward=None, components=own, metrics=metrics))
-        return replace(whole, reward=total)
+            own = {name: score.reward, **{f"{name}.{inner}": value for inner, value in score.components.items()}}
+            metrics = {f"{name}.{inner}": value for inner, value in score.metrics.items()}
+            combined = combined.joined(replace(score, reward=None, components=own, metrics=metrics))
+        return replace(combined, reward=total)
 
 
 def function_of(reward: str | Judge | RewardFunction) -> RewardFunction:
-    """Return the function of a task's reward. Raises InvalidRequest with param "reward"."""
+    """Return a task's reward as a function. Raises InvalidRequest with param "reward"."""
     if isinstance(reward, Judge):
         judge = reward
 
@@ -133,8 +144,6 @@ def function_of(reward: str | Judge | RewardFunction) -> RewardFunction:
         return judged
     return load_reward(reward) if isinstance(reward, str) else reward
 
-
-# --- running one ------------------------------------------------------------------------------------------
 
 _user_tasks = UserTasks("reward")
 
@@ -148,11 +157,11 @@ async def score(
     models: ModelsPort = NoModels(),  # noqa: B008 - it has no state
     environment: object = None,
 ) -> tuple[Score | None, str | None]:
-    """Run a reward function. Returns its score, `resolved`, or None and one line on what failed.
+    """Run a reward function. Returns its `resolved` score, or None and a one-line error.
 
-    It fails if it raises, takes too long, or returns no score of this trajectory. Raises nothing but a
-    cancellation. A synchronous function that overruns is abandoned in its thread: it takes no other call's place
-    and does not hold up the end of the process.
+    The function fails if it raises, exceeds `timeout_s` or returns no valid score for this trajectory. Raises only
+    CancelledError. A synchronous function that times out is abandoned in its thread: it occupies no other call's
+    slot and does not delay the end of the process.
     """
     values = (trajectory, {} if tools is None else tools, models, environment)
     given = _taken(function, dict(zip(_GIVEN, values, strict=True)))
@@ -163,6 +172,7 @@ async def score(
             return evaluation.result()
         return None, "cancelled itself" if evaluation.done() else f"timed out after {timeout_s:g} s"
     finally:
+        # Keep a late evaluation until it ends, so that its exception is retrieved.
         if not evaluation.done():
             evaluation.cancel()
             _user_tasks.keep(evaluation)
@@ -176,18 +186,18 @@ async def _evaluate(
         return resolved(score_of(value), trajectory), None
     except asyncio.CancelledError:
         raise
-    except BaseException as error:  # user code raises anything, and an exit would stop the event loop
+    except BaseException as error:  # user code may raise SystemExit, which would stop the event loop
         return None, error_line(error)
 
 
 def _taken(function: RewardFunction, given: Mapping[str, object]) -> dict[str, object]:
-    """Return what the function has parameters for."""
+    """Return the arguments that the function has parameters for."""
     return {name: value for name, value in given.items() if takes(function, name)}
 
 
 def takes(function: RewardFunction, name: str) -> bool:
-    """Tell if a function has a parameter of that name; one without a signature, as some builtins, has none."""
+    """Return True if the function has a parameter with this name; False if it has no signature."""
     try:
         return name in inspect.signature(function).parameters
-    except Exception:  # a signature may be user code too
+    except Exception:  # some built-ins have no signature, and __signature__ may be user code
         return False

@@ -1,9 +1,9 @@
-"""The Tool protocol, `@tool`, which makes a tool of a function, and the loading of tools by name.
+"""The Tool protocol, the `@tool` decorator for functions, and the loading of tools by name.
 
-All trajectories of a worker share a `Tool`. `open_session` returns the part of one trajectory. A session is created
-at its first call, or before the loop begins if it has `open`, and is always closed once when the trajectory ends.
-The toolbox (`toolbox.py`) applies deadlines, size limits and concurrency. A tool reports failure by `ToolError`,
-which the policy reads as the result. `ToolLost` ends the trajectory.
+All trajectories of a worker share a `Tool`. Each trajectory has its own session (`open_session`). It is created at
+the first call, or before the loop starts if it has `open`, and is closed exactly once when the trajectory ends.
+The toolbox (`toolbox.py`) applies deadlines, size limits and concurrency limits. A tool reports a failure as
+`ToolError`, whose message the policy reads as the result. `ToolLost` ends the trajectory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from agentloop.types import JSON, RolloutTask
 
 
 class EndEpisode(Exception):
-    """The end of an episode, raised by a tool or by an environment's `react`: the trajectory is `completed`.
+    """Ends the episode when a tool, an environment's `react` or a loop raises it: the trajectory is `completed`.
 
-    A `reward` is its score, in place of what environments would say. `reason` is in the record's `end_reason`, and
-    the answer to the call that raised it.
+    `reward`, if given, replaces the scores of tools and environments. `reason` is recorded as `end_reason` and is
+    the result of the call that raised it.
     """
 
     def __init__(self, reward: float | Score | None = None, reason: str = "") -> None:
@@ -39,7 +39,7 @@ class EndEpisode(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """The description of a tool for the policy, and the limits that the toolbox holds it to."""
+    """The description of a tool for the policy and the limits that the toolbox applies."""
 
     name: str
     description: str
@@ -47,96 +47,104 @@ class ToolSpec:
     timeout_s: float = 10.0
     max_output_bytes: int = 65_536
     max_concurrency: int = 64
-    score_timeout_s: float | None = None  # of its session's `score`; None: its sessions do not score
-    has_state: bool = True  # what a session answers depends on its earlier calls; see SnapshotSession
-    open_timeout_s: float | None = None  # of its session's `open`; None: its sessions have none
-    close_timeout_s: float | None = None  # of its session's `close`; None: the toolbox's
-    environment: str = ""  # the one whose session answers it, and all of its tools; empty: its own session does
+    score_timeout_s: float | None = None  # for the session's `score`; None: its sessions do not score
+    has_state: bool = True  # a session's results depend on its earlier calls; see SnapshotSession
+    open_timeout_s: float | None = None  # for the session's `open`; None: its sessions have no `open`
+    close_timeout_s: float | None = None  # for the session's `close`; None: the toolbox's default
+    environment: str = ""  # the environment whose session answers the calls; empty: the tool's own session
 
     def definition(self) -> dict[str, JSON]:
-        """The tool in the OpenAI function format: the one canonical form that templates see."""
+        """Return the tool in the OpenAI function format, which chat templates receive."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 class ToolSession(Protocol):
-    """One trajectory's use of a tool; may hold state between calls."""
+    """One trajectory's session of a tool. It may keep state between calls."""
 
     async def call(self, arguments: Mapping[str, JSON]) -> str:
-        """Return the tool's answer. Raises ToolError with a message for the policy, or ToolLost."""
+        """Return the result of a call. Raise ToolError with a message for the policy, or ToolLost."""
 
     async def close(self) -> None:
-        """Free what the session holds. Called once, also after a failed `open`, a timeout or a cancellation. A
-        process that is killed calls nothing."""
+        """Release resources.
+
+        Called exactly once, also after a failed `open`, a timeout or a cancellation, but not if the process is
+        killed.
+        """
 
 
 @runtime_checkable
 class OpeningSession(ToolSession, Protocol):
-    """A session that prepares itself for its task before the loop begins: files, a process, a container.
+    """A session that is prepared before the loop starts, for example with files, a process or a container.
 
-    Its tool has an `open_timeout_s`. A session that replaces another after a timeout is opened too.
+    Its tool must set `open_timeout_s`. A session that replaces another one after a timeout is opened too.
     """
 
     async def open(self, task: RolloutTask) -> None:
-        """Prepare for a task. Called once, first; `task.tool_setup` has what the task brings, under the tool's
-        name. Raises InvalidRequest for a task that the session cannot be opened for, which ends as `invalid_task`.
-        Any other error, and a timeout, ends the trajectory as `tool_failed`: no fault of the policy, so without a
-        reward."""
+        """Prepare for a task. Called once, before any other method.
+
+        `task.tool_setup[NAME]` is the task's setup for the tool NAME. Raise InvalidRequest for an unsuitable task:
+        the trajectory ends as `invalid_task`. Any other error or a timeout ends it as `tool_failed`, without a
+        reward, because the policy is not at fault.
+        """
 
 
 @runtime_checkable
 class ScoringSession(ToolSession, Protocol):
-    """A session that scores its trajectory after the end and before it is closed: an environment.
+    """A session that scores its trajectory, after the loop has ended and before the session is closed.
 
-    With a `score_timeout_s` of its tool it is asked once, also in a trajectory that never called it: it is opened
-    for that. A session that replaced another after a timeout is asked in its place.
+    Its tool must set `score_timeout_s`. `score` is called once per trajectory, even if the policy never called the
+    tool (the session is then opened first). After a timeout, the replacement session scores.
     """
 
     async def score(self, task: RolloutTask) -> float | Score:
-        """Return a number, or a `Score`. What it raises is in the record's `reward_error`."""
+        """Return the reward or a `Score`. An exception is recorded in `reward_error`."""
 
 
 @runtime_checkable
 class SnapshotSession(ToolSession, Protocol):
-    """A session whose state can be carried to another process, where its trajectory continues if its worker dies.
+    """A session whose state can be restored in another process, where the trajectory resumes if its worker is lost.
 
-    The bytes are all of the state: the earlier session is closed, or its process is dead. A trajectory begins at
-    the start, with newly opened sessions, if it called a tool that `has_state` and whose session is no
-    SnapshotSession, or if a session cannot be restored. Both calls are held to the tool's `timeout_s`.
+    A snapshot must contain the complete state, because the earlier session no longer exists. The trajectory
+    restarts from its first turn with new sessions if a session cannot be restored, or if it called a tool with
+    `has_state` whose session is not a SnapshotSession. Both methods must finish within the tool's `timeout_s`.
     """
 
     async def snapshot(self) -> bytes:
-        """Return the state after the calls so far, at most MAX_SNAPSHOT_BYTES. Called after each turn's calls."""
+        """Return the current state, at most MAX_SNAPSHOT_BYTES. Called after the tool calls of each turn."""
 
     async def restore(self, state: bytes) -> None:
-        """Take over the state of an earlier session. Called once, after `open` and before any call."""
+        """Restore the state of an earlier session. Called once, after `open` and before any call."""
 
 
 class Tool(Protocol):
-    """A tool as the service holds it: one object in each process."""
+    """A tool: one object per process, shared by all trajectories."""
 
     @property
     def spec(self) -> ToolSpec:
-        """Name, schema and caps. Constant."""
+        """The tool's name, schema and limits. Constant."""
 
     def open_session(self, trajectory_id: str, seed: int) -> ToolSession:
-        """Return the tool's part of one trajectory. `seed` makes randomness reproducible."""
+        """Return a new session for one trajectory. Use `seed` for all randomness."""
 
     async def close(self) -> None:
-        """Free what the tool itself holds. Idempotent."""
+        """Release the resources of the tool itself. Idempotent."""
 
 
 @runtime_checkable
 class ToolSet(Protocol):
-    """Tools of one source, such as a server that lists them. A configuration names it like a tool."""
+    """Several tools from one source, such as an MCP server. It is configured like a single tool."""
 
     def tools(self) -> Sequence[Tool]:
-        """Return the source's tools, in its order. Called once a process, while it loads its tools."""
+        """Return the tools in the source's order. Called once per process, when tools are loaded."""
 
 
 class FunctionTool:
-    """A tool made of one function without state. Synchronous functions run in a thread of their own, which a
-    timeout abandons but cannot kill: what may run for long belongs in a tool with a process of its own."""
+    """A tool that calls a stateless function, or a method of an environment.
+
+    Synchronous functions run in a separate thread. A timeout abandons the thread but cannot stop it, so code that
+    may run for long should run in its own process.
+    """
 
     def __init__(self, function: Callable[..., Any], spec: ToolSpec, arguments: type[BaseModel]) -> None:
         self._function = function
@@ -150,27 +158,30 @@ class FunctionTool:
         return self._spec
 
     def __get__(self, instance: object | None, owner: type) -> Any:
-        """Return the method itself where the function is one: an environment's own code calls it as such."""
+        """Return a bound method if the function is a method, so that the environment's own code can call it."""
         return self if instance is None or not self._is_method else MethodType(self._function, instance)
 
     def within(self, environment: str) -> FunctionTool:
-        """Return the tool as one of an environment, whose state it shares."""
+        """Return a copy of the tool that belongs to an environment and uses its state."""
         spec = replace(self._spec, environment=environment, has_state=True)
         return FunctionTool(self._function, spec, self._arguments)
 
     def open_session(self, trajectory_id: str, seed: int) -> FunctionTool:
-        return self  # stateless: every trajectory may share it
+        return self  # stateless, so all trajectories share one session
 
     async def call(self, arguments: Mapping[str, JSON]) -> str:
         return await self.call_on((), arguments)
 
     async def call_on(self, instance: tuple[object, ...], arguments: Mapping[str, JSON]) -> str:
-        """Return the answer of the function, or of an instance's method."""
+        """Call the function, or the method of `instance`, and return the result as text.
+
+        Raises ToolError for invalid arguments and if too many earlier synchronous calls still run.
+        """
         values = validated(self._arguments, arguments)
         try:
             answer = await call_user_code(self._function, *instance, **values)
         except Overloaded as error:
-            raise ToolError("too many earlier calls of tools still run") from error
+            raise ToolError("too many earlier tool calls are still running") from error
         return answer if isinstance(answer, str) else orjson.dumps(answer).decode()
 
     async def close(self) -> None:
@@ -178,7 +189,10 @@ class FunctionTool:
 
 
 def validated(model: type[BaseModel], arguments: Mapping[str, JSON]) -> dict[str, Any]:
-    """Return the arguments as the model types them. Raises ToolError with at most three problems, in one line."""
+    """Validate and convert arguments with a pydantic model.
+
+    Raises ToolError with one line that lists at most three problems.
+    """
     try:
         parsed = model.model_validate(dict(arguments))
     except ValidationError as error:
@@ -188,13 +202,17 @@ def validated(model: type[BaseModel], arguments: Mapping[str, JSON]) -> dict[str
 
 
 def arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
-    """A pydantic model of a function's parameters. Raises InvalidRequest if one has no type hint."""
+    """Return a pydantic model of the function's parameters. Raises InvalidRequest for one without a type hint."""
     fields: dict[str, Any] = {}
-    for place, (name, parameter) in enumerate(inspect.signature(function, eval_str=True).parameters.items()):
-        if place == 0 and name == "self":
+    for position, (name, parameter) in enumerate(inspect.signature(function, eval_str=True).parameters.items()):
+        if position == 0 and name == "self":
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise InvalidRequest(f"tool {function.__name__}: *args and **kwargs have no schema", param=name)
+            raise InvalidRequest(
+                f"tool {function.__name__}: parameter {name} has no JSON schema because it is *args, **kwargs or "
+                "positional-only: use named parameters",
+                param=name,
+            )
         if parameter.annotation is parameter.empty:
             raise InvalidRequest(f"tool {function.__name__}: parameter {name} needs a type hint", param=name)
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -203,7 +221,7 @@ def arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, JSON]:
-    """The model's JSON schema without pydantic's titles, which only cost tokens."""
+    """Return the model's JSON schema without pydantic's titles, which would only use prompt tokens."""
     return cast("dict[str, JSON]", _without_titles(model.model_json_schema(), is_properties=False))
 
 
@@ -235,56 +253,59 @@ def tool(
     max_output_bytes: int = 65_536,
     max_concurrency: int = 64,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of a function, or of an `Environment`'s method.
+    """Make a tool from a function or an `Environment` method: `@tool` or `@tool(timeout_s=2)`.
 
-    Its schema is from the type hints, its description from the docstring.
-
-    Parameters are described by `Annotated[int, Field(description=...)]`. Use as `@tool` or `@tool(timeout_s=2)`.
+    The type hints give the schema and the docstring gives the description. Describe a parameter with
+    `Annotated[int, Field(description=...)]`.
     """
 
-    def make(made_of: Callable[..., Any]) -> FunctionTool:
-        model = arguments_model(made_of)
+    def make(target: Callable[..., Any]) -> FunctionTool:
+        model = arguments_model(target)
         spec = ToolSpec(
-            name=name or made_of.__name__,
-            description=inspect.cleandoc(made_of.__doc__ or ""),
+            name=name or target.__name__,
+            description=inspect.cleandoc(target.__doc__ or ""),
             parameters=parameters_schema(model),
             timeout_s=timeout_s,
             max_output_bytes=max_output_bytes,
             max_concurrency=max_concurrency,
             has_state=False,
         )
-        return FunctionTool(made_of, spec, model)
+        return FunctionTool(target, spec, model)
 
     return make if function is None else make(function)
 
 
 def load_tools(names: Sequence[str], configured: Mapping[str, str]) -> list[Tool]:
-    """Return the tools of these names, which `configured` maps to registered names or import paths.
+    """Load tools by name. `configured` maps names to registered names or import paths.
 
-    A name that it does not have is one of these itself. Raises InvalidRequest with param "tools".
+    A name that is not in `configured` is itself a registered name or an import path. Raises InvalidRequest with
+    param "tools".
     """
     return [tool for name in names for tool in tools_at(configured.get(name, name))]
 
 
 def tools_at(path: str) -> list[Tool]:
-    """Return the tools of a registered name or import path: a Tool, a ToolSet, or a maker of one without arguments.
+    """Load the tools at a registered name or import path.
 
-    Raises InvalidRequest with param "tools".
+    It is a Tool, a ToolSet, or a function without arguments that returns one of them. Raises InvalidRequest with
+    param "tools".
     """
-    found = parts.find(parts.TOOLS, path, param="tools")
-    refusal = f"{path!r} is neither a tool (see @tool) nor makes one"
-    if not _is_tool(found) and callable(found):
-        found = made(found, refusal, param="tools")
-    if _is_tool(found):
-        return [cast(Tool, found)]
-    if isinstance(found, type) or not isinstance(found, ToolSet):
+    source = parts.find(parts.TOOLS, path, param="tools")
+    refusal = (
+        f"{path!r} is neither a tool (see @tool), a ToolSet, nor a function without arguments that returns one"
+    )
+    if not _is_tool(source) and callable(source):
+        source = made(source, refusal, param="tools")
+    if _is_tool(source):
+        return [cast(Tool, source)]
+    if isinstance(source, type) or not isinstance(source, ToolSet):
         raise InvalidRequest(refusal, param="tools")
-    tools = made(found.tools, f"{path!r} has no tools", param="tools")
+    tools = made(source.tools, f"{path!r}.tools() failed", param="tools")
     if not all(_is_tool(tool) for tool in tools):
-        raise InvalidRequest(f"{path!r} has something among its tools that is none", param="tools")
+        raise InvalidRequest(f"{path!r}.tools() returned an object that is not a Tool", param="tools")
     return list(tools)
 
 
-def _is_tool(found: object) -> bool:
-    has_spec = not isinstance(found, type) and isinstance(getattr(found, "spec", None), ToolSpec)
-    return has_spec and all(callable(getattr(found, method, None)) for method in ("open_session", "close"))
+def _is_tool(candidate: object) -> bool:
+    has_spec = not isinstance(candidate, type) and isinstance(getattr(candidate, "spec", None), ToolSpec)
+    return has_spec and all(callable(getattr(candidate, method, None)) for method in ("open_session", "close"))

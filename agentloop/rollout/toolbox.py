@@ -1,16 +1,11 @@
-"""The tool runtime: declared tools only, under deadlines, caps and bounds; every failure is a result.
+"""Runs the tools of trajectories within deadlines, size limits and concurrency limits.
 
-Ownership: a `Toolbox` belongs to a worker process and holds one object and one semaphore a tool. A `ToolScope`
-belongs to one trajectory and holds its sessions, made at a tool's first call or by `open`, and closed by `close`.
+A `Toolbox` belongs to a worker process and holds one object and one semaphore per tool. A `ToolScope` belongs to
+one trajectory and holds its sessions.
 
-Invariants: a session that was made is closed once, in whatever way its trajectory ends. A call gives exactly one
-result, in call order, and no failure of a tool leaves `run`, but that it is lost, which ends the trajectory. A tool
-that outlives its timeout is cancelled; one that ignores that for `grace_s` is abandoned: its slot is free, its
-session is replaced, and the toolbox keeps its task (until it ends) so that it is neither lost nor unseen. The wait
-for a slot is not part of a call's timeout; it is bounded because every holder's time is.
-
-The tools of an environment have one session, the environment's. Their calls run one after the other, and one that
-is late leaves a state that nobody knows: the environment is lost with it, and not replaced.
+Invariants: every session is closed exactly once, however its trajectory ends. Every call has exactly one result, in
+call order. Failures of tools are results; only ToolLost ends the trajectory. A timed-out call that ignores its
+cancellation for `grace_s` is abandoned: its slot is released and its session is replaced.
 """
 
 from __future__ import annotations
@@ -52,53 +47,53 @@ from agentloop.types import JSON, Message, RolloutTask, ToolCall, ToolCallStatus
 MAX_COUNTED_CHARS = 1_000_000
 MAX_SNAPSHOT_BYTES = 16 << 20
 MAX_REASON_BYTES = 1024
-REACTION = "react"  # in place of a call's id, of what an environment's user said
+REACTION = "react"  # the call id under which the reply of an environment's user is journaled
 
 KeepAnswers: TypeAlias = Callable[[tuple[ToolResult, ...], Mapping[str, bytes | None]], None]
-"""Takes answers that are final, and the states by tool that go with them."""
+"""Receives final results to journal, and the snapshots by tool name that belong to them."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _OpenSession:
-    """A session in use. Retired (after a timeout) it takes no new calls and is closed when the last one ends."""
+    """A session in use. After a timeout it is retired: it gets no new calls and is closed after its last one."""
 
     session: ToolSession
     num_running: int = 0
     is_retired: bool = False
-    opening: asyncio.Task[InvalidRequest | ToolLost | None] | None = None  # of its `open`; its result: what failed
+    opening: asyncio.Task[InvalidRequest | ToolLost | None] | None = None  # runs `open`; its result is the error
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The failure of user code as a value: what it raised, or that it was late."""
+    """An exception or a timeout of user code, as a value."""
 
     error: BaseException
     is_late: bool = False
 
     @property
     def line(self) -> str:
-        """One line of it for a record."""
+        """The failure as one line for a record."""
         return self.error.message if isinstance(self.error, AgentLoopError) else error_line(self.error)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The answer to a call, before the cap."""
+    """The result of a call before it is truncated."""
 
     content: str
     outcome: ToolOutcome = ToolOutcome.OK
 
 
 class Toolbox:
-    """All tools of one worker process. Needs a running event loop only when a scope runs."""
+    """All tools of one worker process."""
 
     def __init__(self, tools: Iterable[Tool], *, grace_s: float = 1.0, close_timeout_s: float = 5.0) -> None:
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.spec.name in self._tools:
-                raise InvalidRequest(f"two tools are named {tool.spec.name!r}", param="tools")
+                raise InvalidRequest(f"two tools are named {tool.spec.name!r}: rename one of them", param="tools")
             self._tools[tool.spec.name] = tool
         self._slots: dict[tuple[str, str], asyncio.Semaphore] = {}  # by environment and name
         self._grace_s = grace_s
@@ -109,15 +104,16 @@ class Toolbox:
 
     @property
     def num_abandoned(self) -> int:
-        """Calls and closes that still run and are awaited no more; threads are counted for the whole process."""
+        """Number of abandoned tool calls and closes that still run, plus the process's abandoned threads."""
         return self._user_tasks.num_abandoned + num_abandoned_threads()
 
     def definitions(self, names: Sequence[str]) -> list[dict[str, JSON]]:
-        """The tools' canonical definitions, in the order of `names`. Raises InvalidRequest for an unknown one."""
+        """Return the definitions of tools in the order of `names`. Raises InvalidRequest for an unknown name."""
         return [tool.spec.definition() for tool in self._declared(names, None).values()]
 
     def own_s(self, names: Sequence[str]) -> float:
-        """Return the seconds that these tools may take to open, score and close, beside a trajectory's own time."""
+        """Return the maximum seconds that these tools take to open, score and close, outside the loop's time."""
+        # The tools open concurrently, then score concurrently, then close: each phase takes as long as its slowest.
         specs = [self._tools[name].spec for name in names if name in self._tools]
         lives = [[spec.open_timeout_s, spec.score_timeout_s, spec.close_timeout_s] for spec in specs]
         return sum(max((life[phase] or 0.0 for life in lives), default=0.0) for phase in range(3))
@@ -125,7 +121,10 @@ class Toolbox:
     def open(
         self, names: Sequence[str], trajectory_id: str, seed: int, environment: LoadedEnvironment | None = None
     ) -> ToolScope:
-        """Return the tools of one trajectory, to be closed. Raises InvalidRequest for an unknown name."""
+        """Return the tools of one trajectory.
+
+        The caller must close them. Raises InvalidRequest for unknown names.
+        """
         if self._closing is not None:
             raise InvariantBroken("the toolbox is closed")
         scope = ToolScope(self, self._declared(names, environment), trajectory_id, seed, environment)
@@ -133,7 +132,10 @@ class Toolbox:
         return scope
 
     async def close(self) -> None:
-        """Close every scope and every tool, each within a deadline. Idempotent; finishes even if cancelled."""
+        """Close all scopes and tools, each within a deadline.
+
+        Idempotent. A cancelled call still finishes closing.
+        """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close_all())
         await asyncio.shield(self._closing)
@@ -149,45 +151,48 @@ class Toolbox:
             if name not in self._tools:
                 raise InvalidRequest(f"unknown tool {name!r}. Available: {_listed(self._tools)}", param="tools")
             if name in names[:index]:
-                raise InvalidRequest(f"tool {name!r} is named twice", param="tools")
+                raise InvalidRequest(f"tool {name!r} is listed twice in the task's tools", param="tools")
         declared = {name: self._tools[name] for name in names}
         for tool in () if environment is None else environment.methods.values():
             if declared.setdefault(tool.spec.name, tool) is not tool:
-                raise InvalidRequest(f"the environment has a tool {tool.spec.name!r} too", param="tools")
+                raise InvalidRequest(
+                    f"the task's tools and its environment both have a tool {tool.spec.name!r}: remove one of them",
+                    param="tools",
+                )
         return declared
 
-    # --- for ToolScope ------------------------------------------------------------------------------------
+    # The methods below are for ToolScope.
 
     def slot(self, spec: ToolSpec) -> asyncio.Semaphore:
-        """The tool's concurrency bound over all trajectories."""
+        """Return the semaphore that limits the tool's concurrent calls over all trajectories."""
         key = spec.environment, spec.name
         if key not in self._slots:
             self._slots[key] = asyncio.Semaphore(spec.max_concurrency)
         return self._slots[key]
 
     def forget(self, scope: ToolScope) -> None:
-        """Take out a scope that is closed."""
+        """Remove a closed scope."""
         self._scopes.discard(scope)
 
     async def stop(self, tasks: Sequence[asyncio.Task[Any]], **about: str) -> None:
-        """Cancel tasks, give them the grace period, and abandon what still runs."""
+        """Cancel tasks and abandon those that still run after the grace period."""
         await self._user_tasks.stop(tasks, self._grace_s, **about)
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold a task that is awaited no more until it ends."""
+        """Hold an abandoned task until it ends, so that its exception is retrieved."""
         self._user_tasks.keep(task)
 
     async def bounded_close(
         self, close: Callable[[], Awaitable[None]], timeout_s: float | None, **about: str
     ) -> None:
-        """Await a close within its deadline (None: ours); a failing or hanging one is logged, never raised."""
+        """Run `close` with a timeout (None: the toolbox's default). Errors and timeouts are logged, not raised."""
 
         async def attempt() -> None:
             try:
                 await close()
             except asyncio.CancelledError:
                 raise
-            except BaseException as error:  # user code raises anything, and an exit would stop the event loop
+            except BaseException as error:  # user code may raise SystemExit, which would stop the event loop
                 _log.warning("tool_close_failed", error=error_line(error), **about)
 
         task = asyncio.create_task(attempt(), name="tool-close")
@@ -200,7 +205,10 @@ class Toolbox:
 
 
 class ToolScope:
-    """One trajectory's tools. `run` may be called turn after turn; `close` must be called, on every path."""
+    """The tools of one trajectory. `close` must be called, also after errors.
+
+    The tools of an environment share one session, the environment's, and their calls run one at a time.
+    """
 
     def __init__(
         self,
@@ -210,80 +218,80 @@ class ToolScope:
         seed: int,
         environment: LoadedEnvironment | None = None,
     ) -> None:
-        self.ended: EndEpisode | None = None  # by a tool, the user or the loop
+        self.ended: EndEpisode | None = None  # raised by a tool, the user or the loop
         self._toolbox = toolbox
         self._tools = tools
         self._environment = environment
-        self._owners = {name: tool for name, tool in tools.items() if not tool.spec.environment}  # of sessions
+        self._owners = {name: tool for name, tool in tools.items() if not tool.spec.environment}
         if environment is not None:
             self._owners[environment.spec.name] = environment
-        self._turn = asyncio.Lock()  # of the environment's calls
+        self._turn = asyncio.Lock()  # serializes the environment's calls
         self._trajectory_id = trajectory_id
         self._seed = seed
-        self._task: RolloutTask | None = None  # that sessions are opened for
+        self._task: RolloutTask | None = None  # the argument of the sessions' `open`
         self._sessions: dict[str, _OpenSession] = {}
         self._can_resume = True
         self._lost: ToolLost | None = None
         self._running: set[asyncio.Task[Any]] = set()
-        self._calls: dict[str, tuple[str, float]] = {}  # that run: their tools, and since when
+        self._calls: dict[str, tuple[str, float]] = {}  # running calls by id: the tool's name and the start time
         self._closing: asyncio.Task[None] | None = None
 
     @property
     def longest_call(self) -> tuple[str, float] | None:
-        """The tool that runs for longest, and the seconds; None if none runs."""
+        """The longest-running call as its tool's name and its seconds so far; None if no call runs."""
         if not self._calls:
             return None
-        name, since = min(self._calls.values(), key=lambda one: one[1])
+        name, since = min(self._calls.values(), key=lambda running: running[1])
         return name, time.monotonic() - since
 
     @property
     def has_openings(self) -> bool:
-        """True if `open` has something to do."""
+        """True if any session has to be opened before the loop starts."""
         return any(tool.spec.open_timeout_s is not None for tool in self._owners.values())
 
     @property
     def definitions(self) -> list[dict[str, JSON]]:
-        """The tools' canonical definitions, the environment's last."""
+        """The definitions of the tools, with the environment's tools last."""
         return [tool.spec.definition() for tool in self._tools.values()]
 
     @property
     def environment(self) -> Any:
-        """The author's environment; None without one."""
+        """The environment instance; None if the task has no environment or it was not created yet."""
         open_ = self._sessions.get(self._environment.spec.name) if self._environment is not None else None
         return open_.session.environment if open_ and isinstance(open_.session, OpenEnvironment) else None
 
     @property
     def can_resume(self) -> bool:
-        """False once a session without a portable state was opened."""
+        """False after the snapshot of a session has failed: another worker cannot continue this trajectory."""
         return self._can_resume
 
     async def open(self, task: RolloutTask) -> None:
-        """Open the sessions that have an `open`, side by side, each within its deadline. Called before the loop.
+        """Open the sessions that have an `open`, concurrently and each within its deadline, before the loop starts.
 
-        Raises InvalidRequest for a task that one of them refuses, and ToolLost if one cannot be opened.
+        Raises InvalidRequest if a session rejects the task, and ToolLost if a session cannot be opened.
         """
         self._task = task
         tools = [tool for tool in self._owners.values() if tool.spec.open_timeout_s is not None]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._opened_in_turn(tool)) for tool in tools]
-        for opened in tasks:
-            if (error := opened.result()) is not None:
+        for opening in tasks:
+            if (error := opening.result()) is not None:
                 raise error
 
     async def sessions(self) -> dict[str, ToolSession]:
-        """Return the sessions of tools by name, opened where they were never called; the environment's has none.
+        """Return the tools' sessions by name, without the environment's. Sessions not used before are opened.
 
         Raises InvalidRequest and ToolLost.
         """
-        found: dict[str, ToolSession] = {}
+        sessions: dict[str, ToolSession] = {}
         for name, tool in self._owners.items():
             open_ = self._made(tool)
             error = open_ if isinstance(open_, ToolLost) else await self._opened(tool, open_)
             if error is not None:
                 raise error
             if tool is not self._environment:
-                found[name] = self._sessions[name].session
-        return found
+                sessions[name] = self._sessions[name].session
+        return sessions
 
     async def run(
         self,
@@ -292,14 +300,14 @@ class ToolScope:
         keep: KeepAnswers | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> list[ToolResult]:
-        """Run all calls at once; one result a call, in call order. `stopwatch` tells when each was begun.
+        """Run calls concurrently and return one result per call, in call order.
 
-        `keep` is given each answer as soon as it is final: those of a tool that has state with its state after all
-        of them, the others one by one.
+        A failed, timed-out or unknown call has a result with `is_error` and the content `Error: <message>`. A tool
+        that ends the episode sets `ended`. Raises ToolLost, after all calls have ended, if a tool is lost for this
+        trajectory; a cancellation cancels the running calls.
 
-        A tool's failure, timeout or absence is a result with `is_error` and the content `Error: <message>`; only a
-        cancellation leaves, after which the calls in flight are cancelled too. Raises ToolLost, when all calls have
-        ended, if one of the tools is lost for this trajectory. If one ends the episode, `ended` is set.
+        `keep` receives results to journal: those of stateless tools one by one, those of a tool with state after
+        the last of them, together with its snapshot. `stopwatch` gives the start times of the results.
         """
         if self._closing is not None:
             raise InvariantBroken("the tool scope is closed")
@@ -309,15 +317,16 @@ class ToolScope:
         results = [task.result() for task in tasks]
         if self._lost is not None:
             raise self._lost
-        if keep is not None and self.ended is None:  # or the call that ended it would not run again elsewhere
+        # Do not journal the call that ended the episode: after a resume it must run again to end it there too.
+        if keep is not None and self.ended is None:
             await self._keep_states(results, keep)
         return results
 
     async def react(self, messages: Sequence[Message], keep: KeepAnswers | None = None) -> str | None:
-        """Return what the environment's user says next; None without one, and at the episode's end.
+        """Return the reply of the environment's user; None if it has no reply or there is no environment.
 
-        `keep` is given it as the answer REACTION, with the state after it. Raises EndEpisode, and ToolLost for an
-        environment that fails or is late.
+        `keep` receives the reply as a result with the call id REACTION, and the snapshot after it. Raises
+        EndEpisode, and ToolLost if the environment fails or times out.
         """
         if (owner := self._environment) is None:
             return None
@@ -325,26 +334,30 @@ class ToolScope:
             if isinstance(open_ := self._made(owner), ToolLost):
                 raise open_
             session = cast(OpenEnvironment, open_.session)
-            said = await self._bounded(owner, lambda: session.react(messages), owner.kind.react_timeout_s)
-            if isinstance(said, _Failed) and isinstance(said.error, EndEpisode):
-                raise self.end(said.error)
-            if isinstance(said, _Failed) or not isinstance(said, str | None):
-                problem = said.line if isinstance(said, _Failed) else f"it said a {type(said).__name__}"
+            reply = await self._bounded(owner, lambda: session.react(messages), owner.kind.react_timeout_s)
+            if isinstance(reply, _Failed) and isinstance(reply.error, EndEpisode):
+                raise self.end(reply.error)
+            if isinstance(reply, _Failed) or not isinstance(reply, str | None):
+                problem = (
+                    reply.line
+                    if isinstance(reply, _Failed)
+                    else f"it returned a {type(reply).__name__} instead of a str or None"
+                )
                 raise ToolLost(f"react of {owner.spec.name!r}: {problem}")
-            if keep is not None and said is not None:
-                await self._keep_state(owner, (ToolResult(REACTION, owner.spec.name, said),), keep)
-            return cast("str | None", said)
+            if keep is not None and reply is not None:
+                await self._keep_state(owner, (ToolResult(REACTION, owner.spec.name, reply),), keep)
+            return cast("str | None", reply)
 
     def end(self, by: EndEpisode) -> EndEpisode:
-        """Note the end of the episode; the first one counts."""
+        """Record the end of the episode. Returns the first one recorded."""
         self.ended = by if self.ended is None else self.ended
         return self.ended
 
     async def restore(self, states: Mapping[str, bytes]) -> None:
-        """Bring sessions to these states, by tool.
+        """Restore sessions from snapshots by tool name.
 
-        Raises ToolError, in whatever way it fails: all sessions are new ones then, opened again. Raises as `open`
-        does, too.
+        Raises ToolError if a snapshot cannot be restored; all sessions are then replaced by new, opened ones.
+        Raises InvalidRequest and ToolLost if those cannot be opened.
         """
         try:
             for name, state in states.items():
@@ -367,9 +380,9 @@ class ToolScope:
             raise ToolError(done.line)
 
     async def score(self, task: RolloutTask, messages: Sequence[Message]) -> tuple[Score, str | None]:
-        """Return the score of the episode's end, or of the sessions that score, joined; and the problem.
+        """Return the reward of the EndEpisode, or the joined scores of all scoring sessions, and the first problem.
 
-        They are asked side by side, each within its deadline.
+        The sessions score concurrently, each within its deadline.
         """
         if self.ended is not None and self.ended.reward is not None:
             try:
@@ -380,18 +393,18 @@ class ToolScope:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._score_of(tool, task, messages, s)) for tool, s in scoring.items()]
         joined, problem = Score(), None
-        for tool, found in zip(scoring, tasks, strict=True):
-            said = found.result()
+        for tool, scored in zip(scoring, tasks, strict=True):
+            outcome = scored.result()
             try:
-                if isinstance(said, RewardError):
-                    raise said
-                joined = joined.joined(said)
+                if isinstance(outcome, RewardError):
+                    raise outcome
+                joined = joined.joined(outcome)
             except RewardError as error:
                 problem = problem or f"tool {tool.spec.name!r}: {error}"
         return joined, problem
 
     async def close(self) -> None:
-        """End calls in flight and close every session. Idempotent; finishes even if the caller is cancelled."""
+        """Stop running calls and close all sessions. Idempotent. A cancelled call still finishes closing."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close_all())
         await asyncio.shield(self._closing)
@@ -404,8 +417,8 @@ class ToolScope:
 
     async def _close_sessions(self) -> None:
         await self._toolbox.stop(list(self._running), trajectory_id=self._trajectory_id)
-        made, self._sessions = self._sessions, {}
-        await asyncio.gather(*(self._close_session(name, open_) for name, open_ in made.items()))
+        sessions, self._sessions = self._sessions, {}
+        await asyncio.gather(*(self._close_session(name, open_) for name, open_ in sessions.items()))
 
     async def _opened_in_turn(self, tool: Tool) -> InvalidRequest | ToolLost | None:
         async with self._toolbox.slot(tool.spec):
@@ -413,7 +426,7 @@ class ToolScope:
             return open_ if isinstance(open_, ToolLost) else await self._opened(tool, open_)
 
     async def _opened(self, tool: Tool, open_: _OpenSession) -> InvalidRequest | ToolLost | None:
-        """Wait until a session is open; the first caller opens it. Returns the failure, or None."""
+        """Open a session, once for all callers. Returns the error, or None when it is open."""
         if tool.spec.open_timeout_s is None:
             return None
         if open_.opening is None:
@@ -431,40 +444,45 @@ class ToolScope:
         if task is None:
             raise InvariantBroken("the tool scope was not opened")
         if not isinstance(session, OpeningSession):
-            return ToolLost(f"tool {name!r} cannot be opened: a {type(session).__name__} has no open()")
-        done = await self._bounded(tool, lambda: session.open(task), timeout_s)
-        if not isinstance(done, _Failed):
+            return ToolLost(
+                f"tool {name!r} cannot be opened: its session {type(session).__name__} has no open(), but the tool "
+                "sets open_timeout_s"
+            )
+        result = await self._bounded(tool, lambda: session.open(task), timeout_s)
+        if not isinstance(result, _Failed):
             return None
-        if isinstance(done.error, InvalidRequest):
-            return InvalidRequest(f"tool {name!r}: {done.error.message}", param="tool_setup")
-        return ToolLost(f"tool {name!r} cannot be opened: {done.line}")
+        if isinstance(result.error, InvalidRequest):
+            return InvalidRequest(f"tool {name!r}: {result.error.message}", param="tool_setup")
+        return ToolLost(f"tool {name!r} cannot be opened: {result.line}")
 
     async def _score_of(
         self, tool: Tool, task: RolloutTask, messages: Sequence[Message], timeout_s: float
     ) -> Score | RewardError:
-        """Return what one tool's session says, or why it says nothing: raising would end the others' scores."""
+        """Return the score of one tool's session, or the error: raising it would cancel the other tools' scores."""
 
-        async def asked() -> Score:
+        async def session_score() -> Score:
             open_ = self._session(tool)
             if (error := await self._opened(tool, open_)) is not None:
                 raise RewardError(error.message)
             if isinstance(open_.session, OpenEnvironment):
                 return score_of(await open_.session.score_of(task, messages))
             if not isinstance(open_.session, ScoringSession):
-                raise RewardError(f"a {type(open_.session).__name__} has no score()")
+                raise RewardError(
+                    f"its session {type(open_.session).__name__} has no score(), but the tool sets score_timeout_s"
+                )
             return score_of(await open_.session.score(task))
 
         async with self._toolbox.slot(tool.spec):
-            said = await self._bounded(tool, asked, timeout_s, late="no score within", during="score")
-        if not isinstance(said, _Failed):
-            return cast(Score, said)
-        return RewardError(said.line)
+            result = await self._bounded(tool, session_score, timeout_s, late="no score within", during="score")
+        if not isinstance(result, _Failed):
+            return cast(Score, result)
+        return RewardError(result.line)
 
     def _has_state(self, name: str) -> bool:
         return name in self._tools and self._tools[name].spec.has_state
 
     async def _keep_states(self, results: Sequence[ToolResult], keep: KeepAnswers) -> None:
-        """Keep the answers of tools that have state, with it; None is that of a session that was replaced."""
+        """Journal the results of tools with state, with their snapshots; None for a session that was retired."""
         by_owner: dict[str, list[ToolResult]] = {}
         for result in results:
             if self._has_state(result.name):
@@ -484,20 +502,24 @@ class ToolScope:
         keep(answers, {owner.spec.name: state})
 
     async def _snapshot(self, tool: Tool, session: ToolSession) -> bytes | None:
-        """Return a session's state; None if there is none to be had."""
+        """Return a session's snapshot; None if it has no snapshot, or if taking one fails."""
         if not isinstance(session, SnapshotSession):
             return None
         state = await self._bounded(tool, session.snapshot, tool.spec.timeout_s)
         if isinstance(state, bytes) and len(state) <= MAX_SNAPSHOT_BYTES:
             return state
-        reason = state.line if isinstance(state, _Failed) else f"{type(state).__name__} of any size"
+        reason = (
+            state.line
+            if isinstance(state, _Failed)
+            else f"snapshot() returned {type(state).__name__}, expected at most {MAX_SNAPSHOT_BYTES} bytes"
+        )
         _log.warning("no_snapshot", tool=tool.spec.name, trajectory_id=self._trajectory_id, error=reason)
         return None
 
     def _made(self, tool: Tool) -> _OpenSession | ToolLost:
         try:
             return self._session(tool)
-        except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
+        except BaseException as error:  # no await: even a CancelledError was raised by the tool's own code
             return ToolLost(f"tool {tool.spec.name!r} has no session: {error_line(error)}")
 
     async def _bounded(
@@ -510,9 +532,9 @@ class ToolScope:
         on_late: Callable[[], None] = lambda: None,
         **about: str,
     ) -> Any:
-        """Return what user code returns within its time, or `_Failed`. Nothing but our own cancellation is raised.
+        """Run user code with a timeout. Returns its result or `_Failed`; raises only our own cancellation.
 
-        Late code is cancelled, and abandoned if it ignores that.
+        At the timeout, the code is cancelled, and abandoned if it ignores the cancellation.
         """
         name = tool.spec.name
         task = asyncio.create_task(_caught(work), name=f"{name} {self._trajectory_id}")
@@ -526,7 +548,7 @@ class ToolScope:
             await self._toolbox.stop([task], tool=name, trajectory_id=self._trajectory_id, **about)
             return _Failed(ToolError(f"{late} {timeout_s:g} s"), is_late=True)
         finally:
-            if not task.done():  # we were cancelled, or it was abandoned
+            if not task.done():  # this call was cancelled, or the code was abandoned
                 task.cancel()
                 self._toolbox.keep(task)
 
@@ -544,6 +566,7 @@ class ToolScope:
             max_bytes = min(max_bytes, tool.spec.max_output_bytes)
             turn = self._turn if tool.spec.environment else nullcontext()
             async with turn, self._toolbox.slot(tool.spec):
+                # The wait for the slot does not count. It is bounded, because each holder has a timeout.
                 started_s = time.monotonic()
                 self._calls[call.id] = call.name, started_s
                 try:
@@ -567,7 +590,7 @@ class ToolScope:
     async def _run_tool(self, tool: Tool, call: ToolCall) -> _Answer:
         spec = tool.spec
         if self._closing is not None:
-            return _Answer("cancelled", ToolOutcome.ERROR)  # the scope closed while this call waited for its slot
+            return _Answer("cancelled", ToolOutcome.ERROR)  # the scope was closed during the wait for the slot
         if spec.environment and self.ended is not None:
             return _Answer("the episode has ended", ToolOutcome.ERROR)
         if spec.environment and self._lost is not None:
@@ -575,12 +598,13 @@ class ToolScope:
         owner = self._owner(tool)
         try:
             open_ = self._session(owner)
-        except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
+        except BaseException as error:  # no await: even a CancelledError was raised by the tool's own code
             return self._failure(spec, error)
         open_.num_running += 1
         try:
-            if (failed := await self._opened(owner, open_)) is not None:  # in place of one that was too late
-                return _Answer(failed.message, ToolOutcome.LOST)
+            # A session that replaces a timed-out one is opened here.
+            if (error := await self._opened(owner, open_)) is not None:
+                return _Answer(error.message, ToolOutcome.LOST)
             if self._closing is not None:
                 return _Answer("cancelled", ToolOutcome.ERROR)
             content = await self._bounded(
@@ -593,12 +617,13 @@ class ToolScope:
             open_.num_running -= 1
             if open_.is_retired and open_.num_running == 0:
                 await _shielded(self._close_session(owner.spec.name, open_), self._toolbox)
+        # A late call leaves the environment in an unknown state, so the environment is not replaced but lost.
         if isinstance(content, _Failed) and content.is_late and spec.environment:
             return self._failure(spec, ToolLost(content.line))
         if isinstance(content, _Failed):
             return self._failure(spec, content.error, ToolOutcome.TIMEOUT if content.is_late else ToolOutcome.ERROR)
         if not isinstance(content, str):
-            return self._failure(spec, TypeError(f"a tool answers text, not {type(content).__name__}"))
+            return self._failure(spec, TypeError(f"a tool must return a str, not {type(content).__name__}"))
         return _Answer(content)
 
     def _failure(self, spec: ToolSpec, error: BaseException, outcome: ToolOutcome = ToolOutcome.ERROR) -> _Answer:
@@ -608,12 +633,12 @@ class ToolScope:
             return _Answer(f"tool {spec.name!r} is lost: {error.message}", ToolOutcome.LOST)
         if isinstance(error, ToolError):
             return _Answer(error.message, outcome)
-        # The policy learns the kind only: a message of unknown origin may hold paths, keys or other internals.
+        # The policy sees only the exception type: an arbitrary message may contain paths, keys or other internals.
         _log.debug("tool_failed", tool=spec.name, trajectory_id=self._trajectory_id, exception=error_trace(error))
         return _Answer(type(error).__name__, outcome)
 
     def _owner(self, tool: Tool) -> Tool:
-        """Return the tool whose session answers this one."""
+        """Return the tool or environment whose session answers this tool's calls."""
         return self._owners[tool.spec.environment or tool.spec.name]
 
     def _session(self, tool: Tool) -> _OpenSession:
@@ -640,7 +665,7 @@ def _called(session: ToolSession, call: ToolCall) -> Coroutine[Any, Any, str]:
 
 
 async def _caught(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Return what user code returns, or `_Failed`: raised in a task, an exit would stop the event loop."""
+    """Return the result of user code, or `_Failed`: a SystemExit raised in a task would stop the event loop."""
     try:
         return await work()
     except asyncio.CancelledError:
@@ -650,7 +675,7 @@ async def _caught(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 async def _shielded(work: Coroutine[Any, Any, None], keeper: Toolbox) -> None:
-    """Finish `work` even if the caller is cancelled meanwhile."""
+    """Finish `work` even if the caller is cancelled."""
     task = asyncio.create_task(work, name="tool-close")
     keeper.keep(task)
     await asyncio.shield(task)
@@ -661,21 +686,21 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def capped(text: str, max_bytes: int) -> tuple[str, bool]:
-    """The text as valid UTF-8 of at most `max_bytes`, and whether it was cut.
+    """Truncate text to at most `max_bytes` of UTF-8. Returns the text and True if it was truncated.
 
-    A cut ends with `...[truncated N bytes]`, which counts; where not even the mark fits, the mark alone is the
-    text. Lone surrogates become U+FFFD. Only what may be kept is encoded: in a text of more than
-    MAX_COUNTED_CHARS a character counts as one byte, however many it has.
+    A truncated text ends with `...[truncated N bytes]`, which counts towards the limit; a limit shorter than this
+    mark returns the mark alone. Lone surrogates become U+FFFD. In a text longer than MAX_COUNTED_CHARS every
+    character counts as one byte, because the text beyond the limit is not encoded.
     """
-    size = len(text) if text.isascii() or len(text) > MAX_COUNTED_CHARS else None  # of all of it, in bytes
-    read = text if size is None else text[: max_bytes + 1]
+    size = len(text) if text.isascii() or len(text) > MAX_COUNTED_CHARS else None  # of the complete text, in bytes
+    prefix = text if size is None else text[: max_bytes + 1]
     try:
-        encoded = read.encode()
+        encoded = prefix.encode()
     except UnicodeEncodeError:
-        text = read = read.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        encoded = read.encode()
+        text = prefix = prefix.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        encoded = prefix.encode()
     if len(encoded) <= max_bytes:
-        return read, False
+        return prefix, False
     size = max(size or 0, len(encoded))
     room = max(0, max_bytes - len(_mark(size)))
     head = encoded[:room].decode(errors="ignore")

@@ -1,9 +1,8 @@
-"""One trajectory in a worker: from its assignment to its terminal record.
+"""Runs one trajectory in a worker, from its assignment to its terminal record.
 
-User code is a boundary: loading, constructing and running a loop may raise anything, exits and exception groups
-too, and it may ignore its cancellation. Each of these is an outcome of this trajectory and of no other. A loop runs
-in a task of its own; one that still runs a grace after it was cancelled is abandoned, and the record is written
-without it. Only a shutdown's cancellation leaves without a record.
+Invariants: every run ends in a record, except when the worker shuts down. Whatever user code raises (including
+SystemExit and exception groups) is the outcome of this trajectory only. The loop runs in a separate task; if it
+ignores its cancellation for the grace period, it is abandoned and the record is written without it.
 """
 
 from __future__ import annotations
@@ -76,25 +75,25 @@ from agentloop.types import (
     TrajectoryTimes,
 )
 
-SHUTDOWN_GRACE_S = 1.0  # of a loop that is cancelled with its worker, which has few seconds for all of them
+SHUTDOWN_GRACE_S = 1.0  # for each loop when the worker shuts down: the worker has only seconds for all of them
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Capacity and deadlines of one worker. All finite."""
+    """Capacity and deadlines of one worker. All values are finite."""
 
-    capacity: int = 256  # trajectories at once
-    poll_s: float = 5.0  # the longest wait for work in one call
-    poll_gap_s: float = 0.02  # between two calls: permits freed meanwhile are asked for together
-    turn_timeout_s: float = 300.0  # one engine request, without the time in which its engine is frozen
-    turn_attempts: int = 4  # of one generation that fails in a row on replicas that had it
-    max_standstill_s: float = 4 * 3600.0  # of the service, for one trajectory; then it ends as ENGINE_FAILED
-    grace_s: float = 5.0  # how long a loop that was cancelled may take to end
-    hand_in_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
-    max_record_bytes: int = MAX_RECORD_BYTES  # a larger one is handed in without what its trajectory made
-    sweep_s: float = 600.0  # between looks for journals of dead workers whose samples have records
+    capacity: int = 256  # concurrent trajectories
+    poll_s: float = 5.0  # the longest wait for work in one poll
+    poll_gap_s: float = 0.02  # between two polls: capacity that is freed in this time is requested together
+    turn_timeout_s: float = 300.0  # for one engine request, not counting pauses of the engine
+    turn_attempts: int = 4  # consecutive failures of one generation on replicas that accepted it
+    max_standstill_s: float = 4 * 3600.0  # unavailable time per trajectory; then it ends as ENGINE_FAILED
+    grace_s: float = 5.0  # for a cancelled loop to end
+    hand_in_timeout_s: float = 600.0  # for retries to submit a record while the coordinator is unavailable
+    max_record_bytes: int = MAX_RECORD_BYTES  # a larger record is replaced by a failure record
+    sweep_s: float = 600.0  # between two removals of journals of lost workers whose samples have records
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
-    traces: EngineTraces | None = None  # that engines take part in
+    traces: EngineTraces | None = None  # the traces to which engines add spans
 
 
 @dataclass(slots=True)
@@ -106,7 +105,7 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """The parts that a worker's trajectories share; loops and rewards are loaded once by name."""
+    """The objects that all trajectories of a worker share. Each loop, reward and environment is loaded once."""
 
     coordinator: WorkerPort
     connect: Connect
@@ -119,8 +118,8 @@ class RunParts:
     placer: ImagePlacer
     reporter: LeaseReporter
     tally: MetricsTally = field(default_factory=MetricsTally)
-    journal: TurnJournal | None = None  # None: what a dead worker ran begins at the start
-    models: ModelsPort = field(default_factory=NoModels)  # beside the policy
+    journal: TurnJournal | None = None  # None: trajectories of a lost worker restart from their first turn
+    models: ModelsPort = field(default_factory=NoModels)  # other than the policy
     newest: NewestVersions = field(default_factory=lambda: defaultdict(NewestVersion))
     loops: LoadedOnce[AgentLoop] = field(
         default_factory=lambda: LoadedOnce(load_loop, param="loop", shipped=SHIPPED_LOOPS)
@@ -135,33 +134,35 @@ class RunParts:
 
 
 class AssignedRun(Protocol):
-    """One trajectory as its worker sees it, in this process or in one of its own."""
+    """A run of one trajectory, in the worker's process or in a separate one."""
 
     @property
     def is_dropped(self) -> bool:
-        """True if the record was dropped for its age: its sample is begun anew."""
+        """True if the trajectory was dropped for staleness: the sample is then run again from its first turn."""
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of the turns so far."""
+        """Sampled tokens of the turns so far."""
 
     @property
     def flight(self) -> Flight:
-        """The work that it waits for now."""
+        """The current activity of the trajectory."""
 
     def cancel(self) -> None:
-        """End the loop because its client asks for that; a record follows all the same. Idempotent."""
+        """Cancel the loop for the client. The run still ends in a record. Idempotent."""
 
     async def to_record(self) -> EncodedRecord:
-        """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
+        """Run the trajectory to its terminal record. Raises only CancelledError, when the worker shuts down."""
 
     async def forget(self) -> None:
-        """Remove the journal of the trajectory, and of earlier runs of its sample."""
+        """Remove the journals of this run and of the sample's earlier runs."""
 
 
 class TrajectoryRun:
-    """The AssignedRun of a trajectory in its worker's process: `_load`, `_open_tools`, `_run_loop`,
-    `_apply_staleness_policy`, `_score` and `_final_record`, in this order."""
+    """The AssignedRun in the worker's process.
+
+    Its steps in order: `_load`, `_open_tools`, `_run_loop`, `_apply_staleness_policy`, `_score`, `_final_record`.
+    """
 
     def __init__(self, parts: RunParts, assignment: Assignment) -> None:
         self._parts = parts
@@ -182,9 +183,9 @@ class TrajectoryRun:
         self._reward_function: RewardFunction | None = None
         self._tools_score = Score()
         self._tools_problem: str | None = None
-        self._record: Trajectory | None = None  # without its timings, once it has ended
+        self._record: Trajectory | None = None  # the scored record, without its timings
         self._reward_s = 0.0
-        self._ended_at: float | None = None  # its loop
+        self._ended_at: float | None = None  # the end of the loop
 
     @property
     def is_dropped(self) -> bool:
@@ -243,14 +244,17 @@ class TrajectoryRun:
         return encoded
 
     def _check(self, record: EncodedRecord) -> None:
-        """Raises InvalidRequest for a record that no store could hold, or that no call could carry."""
+        """Raise InvalidRequest if the record is too large to submit or cannot be stored."""
         limit = self._parts.config.max_record_bytes
         if len(record.data) > limit:
-            raise InvalidRequest(f"it has {len(record.data)} bytes, of at most {limit}")
-        record.decoded()
+            raise InvalidRequest(f"its size of {len(record.data)} bytes exceeds the limit of {limit} bytes")
+        record.decoded()  # the coordinator must be able to decode it: values from user code may be invalid
 
     async def _load(self) -> bool:
-        """Load what the task names. False, and an outcome, for a task that cannot run."""
+        """Load the task's loop, reward, environment and tools.
+
+        Returns False and sets the outcome INVALID_TASK if one of them cannot be loaded.
+        """
         parts, task, assignment = self._parts, self._task, self._assignment
         try:
             self._loop = await parts.loops.get(task.loop)
@@ -260,7 +264,11 @@ class TrajectoryRun:
                 self._reward_function = await parts.rewards.get(task.reward)
             for name in task.tool_setup:
                 if name not in (*task.tools, task.environment):
-                    raise InvalidRequest(f"{name!r} is none of the task's tools", param="tool_setup")
+                    raise InvalidRequest(
+                        f"tool_setup names {name!r}, but the task's tools are {[*task.tools]} and its environment "
+                        f"is {task.environment!r}",
+                        param="tool_setup",
+                    )
             environment = None
             if task.environment is not None:
                 environment = replace(await parts.environments.get(task.environment), models=parts.models)
@@ -275,13 +283,13 @@ class TrajectoryRun:
         return True
 
     async def _to_end(self) -> None:
-        """Run the trajectory and score it. Its tools are closed before its reward function runs, unless that is
-        to see them."""
+        """Run and score the trajectory, and close its tools."""
         assert self._scope is not None, "not loaded"
         function = self._reward_function
         try:
             await self._drive(self._scope)
             self._apply_staleness_policy()
+            # Free the tools' resources before a slow reward, such as a judge, unless the reward uses the tools.
             if function is None or not (takes(function, "tools") or takes(function, "environment")):
                 await self._scope.close()
             await self._score(self._scope)
@@ -289,7 +297,7 @@ class TrajectoryRun:
             await self._scope.close()
 
     async def _drive(self, scope: ToolScope) -> None:
-        """Open the tools, run the loop, and let its environments score."""
+        """Open the tools, run the loop and collect the tools' scores."""
         self._journal, opening_s = await self._begin_journal(), 0.0
         if scope.has_openings or (self._journal is not None and self._journal.kept is not None):
             started = time.perf_counter()
@@ -308,7 +316,7 @@ class TrajectoryRun:
             self._reward_s = time.perf_counter() - started
 
     async def _open_tools(self, scope: ToolScope) -> _Outcome | None:
-        """Open the tools, which the client's cancellation cuts short. Returns the outcome if that ends it."""
+        """Open the tools, until the client cancels. Returns the outcome if the trajectory ends here, else None."""
         opening = asyncio.create_task(
             self._open_or_restore(scope), name=f"open tools of {self._assignment.assignment_id}"
         )
@@ -327,55 +335,60 @@ class TrajectoryRun:
         return None
 
     async def _open_or_restore(self, scope: ToolScope) -> None:
-        """Open the tools, and restore the state that a lost worker left, or start again from the first turn."""
+        """Open the tools and restore their state from the journal of a lost worker.
+
+        If the state cannot be restored, the trajectory restarts from its first turn.
+        """
         await scope.open(self._task)
         if self._journal is not None and self._journal.kept is not None:
             try:
                 await scope.restore(self._journal.kept.states)
             except ToolError as error:
-                self._journal.restart_reason = f"its environment cannot be restored: {error.message}"
+                self._journal.restart_reason = f"a tool's state cannot be restored: {error.message}"
                 self._log.warning("trajectory_begins_again", reason=self._journal.restart_reason)
                 self._journal.kept = None
 
     def _apply_staleness_policy(self) -> None:
-        """Apply the run's staleness policy to a trajectory that ended or was stopped for its age.
+        """Apply the run's staleness policy to a trajectory that is complete or was stopped for staleness.
 
-        With MASK and FINISH, a trajectory that reached its own end keeps its stop reason and its reward.
+        With MASK and FINISH, a complete trajectory keeps its stop reason and its reward.
         """
         is_stopped = self._outcome.stop_reason is StopReason.STALE
         if self._guard is None or self._ctx is None or not (self._is_complete or is_stopped):
             return
         if self._guard.settle(self._ctx.path) is OnStale.DROP:
-            self._outcome = _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
+            self._outcome = _Outcome(
+                StopReason.STALE, "dropped: its weight versions exceed the run's staleness limit", is_dropped=True
+            )
 
     async def _score(self, scope: ToolScope) -> None:
-        """Put the score of the loop, the tools and the task's reward function into the record.
+        """Create the record with the scores of the loop, the tools and the task's reward function.
 
-        The reward function sees what the others said, and has the last word. Of a trajectory that failed, only the
-        loop's metrics are kept.
+        The reward function receives the record with the other scores, and its result overrides them. A failed
+        trajectory keeps only the metrics that its loop set.
         """
         if self._ctx is None or self._outcome.is_dropped:
             return
-        record, said, problems = self._unscored_record(), self._ctx.score, [self._tools_problem]
+        record, base, problems = self._unscored_record(), self._ctx.score, [self._tools_problem]
         try:
-            said = said.joined(self._tools_score) if self._has_ended_well else Score(metrics=said.metrics)
-            record = scored(record, said)
+            base = base.joined(self._tools_score) if self._has_ended_well else Score(metrics=base.metrics)
+            record = scored(record, base)
         except RewardError as error:
             problems.append(str(error))
         if self._reward_function is not None and self._has_ended_well:
             started = time.perf_counter()
-            found, problem = await self._run_reward(self._reward_function, record, scope)
+            reward_score, problem = await self._run_reward(self._reward_function, record, scope)
             self._reward_s += time.perf_counter() - started
             problems.append(problem)
-            # Without its score there is no reward: what the others said may be of another scale.
-            record = replace(record, reward=None) if found is None else scored(record, found)
+            # If the reward function fails, set no reward: those of the loop and the tools may have another scale.
+            record = replace(record, reward=None) if reward_score is None else scored(record, reward_score)
         reward_error = "; ".join(problem for problem in problems if problem) or None
         self._record = judged(replace(record, reward_error=reward_error))
 
     async def _run_reward(
         self, function: RewardFunction, record: Trajectory, scope: ToolScope
     ) -> tuple[Score | None, str | None]:
-        """Run the reward function. Returns its score, or None and the problem."""
+        """Run the reward function. Returns its score, or None and the error."""
         try:
             tools = await scope.sessions() if takes(function, "tools") else {}
         except AgentLoopError as error:
@@ -387,14 +400,14 @@ class TrajectoryRun:
         return await score(function, self._task, record, timeout_s, tools, models, environment)
 
     def _final_record(self) -> Trajectory:
-        """Return the terminal record. A dropped trajectory leaves one without its paths and score."""
+        """Return the terminal record. The record of a dropped trajectory has no paths and no score."""
         return self._with_times(self._record or self._unscored_record())
 
     def _failure_record(self, error: BaseException) -> Trajectory:
-        """Return the record of a trajectory that could not be brought to its end, with nothing of what it made."""
-        self._outcome = _Outcome(StopReason.LOOP_FAILED, f"the record cannot be made: {error_line(error)}")
-        made = unmade_record(self._assignment, self._outcome.stop_reason, self._outcome.error or "", 0.0, "")
-        return self._with_times(made)
+        """Return a record without messages and paths, for a trajectory whose own record cannot be created."""
+        self._outcome = _Outcome(StopReason.LOOP_FAILED, f"cannot create the record: {error_line(error)}")
+        record = unmade_record(self._assignment, self._outcome.stop_reason, self._outcome.error or "", 0.0, "")
+        return self._with_times(record)
 
     def _with_times(self, record: Trajectory) -> Trajectory:
         ctx = self._ctx
@@ -419,7 +432,7 @@ class TrajectoryRun:
         return replace(record, timings=timings, times=times)
 
     def _lost_tokens(self) -> dict[LossCause, int]:
-        """Count the tokens that were thrown away, by this attempt and the ones before."""
+        """Return the number of discarded tokens of this and earlier attempts, by cause."""
         ctx = self._ctx
         lost = Counter(self._assignment.lost_tokens if ctx is None else ctx.lost_tokens)
         if ctx is not None:
@@ -427,7 +440,7 @@ class TrajectoryRun:
         return dict(+lost)
 
     def _unscored_record(self) -> Trajectory:
-        """Return the record without its score and its timings."""
+        """Return the record without score and timings."""
         assignment, outcome, limit = self._assignment, self._outcome, self._assignment.staleness
         ctx = None if outcome.is_dropped else self._ctx
         paths = ctx.path.paths() if ctx else ()
@@ -509,7 +522,7 @@ class TrajectoryRun:
         )
 
     async def _begin_journal(self) -> RunJournal | None:
-        """Begin the run's journal. None: the loop could not resume, so nothing is journalled."""
+        """Open the run's journal. Returns None without a journal, or if the loop cannot resume from one."""
         parts, task = self._parts, self._task
         scope = self._scope
         if parts.journal is None or scope is None or not isinstance(self._loop, ResumableLoop):
@@ -522,12 +535,12 @@ class TrajectoryRun:
         return journal
 
     async def forget(self) -> None:
-        """Have the journal's thread remove the journal of the trajectory, and of earlier runs of its sample."""
+        """Schedule the removal of the journals of this run and of the sample's earlier runs."""
         if self._journal is not None:
             self._journal.forget()
 
     async def _run_loop(self, ctx: LoopContext) -> _Outcome:
-        """Run the loop in a task of its own, and name how it ended."""
+        """Run the loop in a separate task and return its outcome."""
         if self._cancelled.done():
             return _Outcome(StopReason.CANCELLED)
         context, user_tasks = contextvars.copy_context(), self._parts.user_tasks
@@ -536,9 +549,9 @@ class TrajectoryRun:
         self._loop_task = task
         try:
             await self._until_over(task, ctx)
-        except asyncio.CancelledError:  # a shutdown: the coordinator gives the trajectory to another worker
+        except asyncio.CancelledError:  # shutdown: the coordinator assigns the trajectory to another worker
             if not self._cancelled.done():
-                self._cancelled.set_result(None)  # the loop has not failed
+                self._cancelled.set_result(None)  # so that `_loop_outcome` does not log a failed loop
             await user_tasks.stop([task], min(self._parts.config.grace_s, SHUTDOWN_GRACE_S))
             raise
         finally:
@@ -550,15 +563,16 @@ class TrajectoryRun:
         stop_reason = StopReason.CANCELLED if self._cancelled.done() else StopReason.DEADLINE
         return _Outcome(
             stop_reason,
-            f"the loop ignored its cancellation for {self._parts.config.grace_s:g} s, and was abandoned",
+            f"the loop ignored its cancellation for {self._parts.config.grace_s:g} s and was abandoned: let "
+            "CancelledError pass through",
         )
 
     async def _until_over(self, task: asyncio.Task[_Outcome], ctx: LoopContext) -> None:
-        """Wait until the loop has ended, or has ignored its cancellation for the grace."""
+        """Wait until the loop has ended or has ignored its cancellation for the grace period."""
         loop, grace_s = asyncio.get_running_loop(), self._parts.config.grace_s
         ends: tuple[asyncio.Future[Any], ...] = (task, self._cancelled)
         while not any(end.done() for end in ends):
-            deadline_at = ctx.deadline.enforced_at  # it is put off now and then
+            deadline_at = ctx.deadline.enforced_at  # moves: unavailable time does not count
             left_s = grace_s if deadline_at is None else deadline_at + grace_s - loop.time()
             if left_s <= 0:
                 return
@@ -567,7 +581,7 @@ class TrajectoryRun:
             await asyncio.wait({task}, timeout=grace_s)
 
     async def _loop_outcome(self, ctx: LoopContext) -> _Outcome:
-        """Run the loop to its outcome. Nothing that it raises leaves."""
+        """Run the loop and return its outcome. Raises nothing."""
         assert self._loop is not None, "not loaded"
         try:
             kept = None if self._journal is None else self._journal.kept
@@ -585,8 +599,8 @@ class TrajectoryRun:
             return _Outcome(StopReason.TOOL_FAILED, str(error))
         except ContextLengthExceeded as error:
             return _Outcome(StopReason.PROMPT_TOO_LONG, str(error))
-        except BaseException as error:  # an exit, or another's cancellation, must not leave the task
-            if isinstance(error, EndEpisode) and self._scope is not None:  # its own, or the tools'
+        except BaseException as error:  # SystemExit or a CancelledError raised by user code must not leave the task
+            if isinstance(error, EndEpisode) and self._scope is not None:  # raised by the loop or by a tool
                 self._scope.end(error)
                 return _Outcome(StopReason.COMPLETED)
             if isinstance(error, asyncio.CancelledError) and self._cancelled.done():
@@ -603,7 +617,7 @@ class TrajectoryRun:
 def unmade_record(
     assignment: Assignment, stop_reason: StopReason, error: str, total_s: float, worker: str
 ) -> Trajectory:
-    """Return the terminal record of a trajectory of which nothing else is known."""
+    """Return a terminal record from the assignment alone, without turns."""
     return Trajectory(
         task_id=assignment.task.task_id,
         group_id=assignment.group_id,
@@ -626,6 +640,9 @@ def unmade_record(
 
 
 def trajectory_seed(assignment: Assignment) -> int:
-    """Return a seed of the task's seed and the sample's name. It differs between samples, not between runs."""
+    """Return the seed of a sample, derived from the task's id, its seed and the sample index.
+
+    It differs between samples and is the same for all attempts at a sample.
+    """
     name = f"{assignment.task.task_id}/{assignment.sample_index}/{assignment.task.seed}"
     return zlib.crc32(name.encode())

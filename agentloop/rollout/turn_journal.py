@@ -1,12 +1,12 @@
-"""The turn journal: the finished turns of running trajectories, which a worker that dies leaves behind.
+"""The turn journal: saves the finished turns of running trajectories, so that they survive the loss of a worker.
 
-Ownership: each run of a trajectory (one attempt on one worker) writes one journal of its own; no other run ever
-writes to it, so a worker that was given up for lost cannot spoil what its successor writes. The sample's journals
-go when its record is durable. What is older than `FLUSH_S`, in a trajectory older than `YOUNG_S`, survives the end
-of the process in whatever way, at the home of its journals (`journal_homes.py`): in files, or in the run's store.
+Each run of a trajectory (one attempt on one worker) has its own journal, and only that run writes to it. So a
+worker that was wrongly considered lost cannot damage its successor's journal. A sample's journals are removed when
+its record is durable. Turns older than `FLUSH_S`, of trajectories older than `YOUNG_S`, survive the process in a
+storage backend (`journal_homes.py`): files or the run's store.
 
-A journal is an append log. A frame holds a kind and the codec's bytes of one value: first the run's header, then
-its turns and the answers of tools. What follows a damaged or torn frame is dropped, counted and logged.
+A journal is an append log. Each frame has a kind and one encoded value: first the run's header, then turns and tool
+results. Data after a damaged or torn frame is dropped and logged.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FLUSH_S = 0.2  # between two writes
-YOUNG_S = 2.0  # a trajectory younger than that is not written: it costs nothing, and would be little to lose
+YOUNG_S = 2.0  # younger trajectories are not written: repeating them costs less than the writes
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """A trajectory's counts at one moment. Its turns are kept apart."""
+    """The counters of a trajectory after a turn."""
 
-    left_s: float | None  # of its deadline; None without one
-    spent_s: float  # on workers
+    left_s: float | None  # until the deadline; None without one
+    spent_s: float  # running time on all workers so far
     num_tool_calls: int
     num_tool_errors: int
     num_resampled_turns: int
     generate_s: float
     tool_s: float
     score: Score
-    newest_version: int | None  # that the worker had heard of
-    max_tokens: int | None = None  # that the loop asked of the turn
+    newest_version: int | None  # the newest weight version in the worker's responses
+    max_tokens: int | None = None  # the loop's limit for the turn
     engine_s: float = 0.0
-    began_at: float | None = None  # seconds since 1970
-    tool_calls: tuple[ToolCallTimes, ...] = ()  # between the turn before and this one
+    began_at: float | None = None  # Unix time in seconds
+    tool_calls: tuple[ToolCallTimes, ...] = ()  # since the previous turn
     moves: tuple[Move, ...] = ()  # so far
     lost_tokens: Mapping[LossCause, int] = field(default_factory=dict)  # so far
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """A sampled turn with what was observed before it, and the counts as of then."""
+    """A sampled turn with the messages observed before it and the counters after it."""
 
     node: Node
     progress: RunProgress
@@ -73,7 +73,7 @@ class FinishedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswers:
-    """Answers to a turn's calls, and the states of environments after them; None for a replaced environment."""
+    """Results of a turn's calls, and the tools' snapshots after them; None for a session that was retired."""
 
     turn_id: str
     results: tuple[ToolResult, ...]
@@ -83,7 +83,7 @@ class ToolAnswers:
 
 @dataclass(frozen=True, slots=True)
 class RunHeader:
-    """The first entry of a journal: its run. Only a run of the same `fingerprint` continues it."""
+    """The first entry of a journal. Only a run with the same `fingerprint` may resume from the journal."""
 
     assignment_id: str
     attempt: int
@@ -97,91 +97,93 @@ _KIND_OF = {kind: mark for mark, kind in _KINDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class KeptTurns:
-    """The part of a trajectory that a lost worker had finished: at least one turn."""
+    """The journaled part of a trajectory of a lost worker, with at least one turn."""
 
     attempt: int
     turns: tuple[FinishedTurn, ...]
-    answers: tuple[ToolResult, ...]  # to calls of the last turn
-    states: Mapping[str, bytes]  # of environments after those answers, by tool
+    answers: tuple[ToolResult, ...]  # results of calls of the last turn
+    states: Mapping[str, bytes]  # snapshots after those results, by tool
     left_s: float | None
-    frames: bytes = field(repr=False)  # of all that, as they were written
+    frames: bytes = field(repr=False)  # the journal's bytes after its header
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that need not be sampled again."""
+        """Number of sampled tokens in the journal."""
         return sum(len(turn.node.reply.token_ids) for turn in self.turns)
 
 
 class JournalHome(Protocol):
-    """The place of the journals of a worker's runs, as `journal_homes.JournalFolder`. Calls come one at a time."""
+    """The storage backend of a worker's journals, such as `journal_homes.JournalFolder`.
+
+    Callers serialize their writes.
+    """
 
     async def write(
         self, parts: Callable[[], Sequence[JournalPart]], forgotten: Sequence[tuple[str, str]]
     ) -> Collection[str]:
-        """Forget journals, by assignment and run, or all of an assignment's with the run "". Then append.
+        """Remove the journals in `forgotten`, then append `parts`.
 
-        `parts` is called in a thread. Returns the runs whose journals are over: their samples have ended, or they
-        cannot be written, which is logged. Raises AgentLoopError, and is called again with the same then.
+        `forgotten` has pairs of assignment and run; the run "" means all runs of the assignment. `parts` is called
+        in a thread. Returns the runs whose journals have ended: their samples have records, or writing failed,
+        which is logged. Raises AgentLoopError; if it is retryable, the caller repeats the same call.
         """
         ...
 
     async def read(self, assignment_id: str) -> Sequence[tuple[str, bytes]]:
-        """Return what there is of a sample, by run. Raises OSError, AgentLoopError."""
+        """Return the journals of a sample as pairs of run and bytes. Raises OSError and AgentLoopError."""
         ...
 
     async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
-        """Remove what dead workers left, but for samples that `unfinished` returns. Raises OSError."""
+        """Remove the journals of all samples that `unfinished` does not return. Raises OSError."""
         ...
 
     def may_have(self, assignment_id: str) -> bool:
-        """Tell if a dead worker may have left something of a sample that nothing else speaks of."""
+        """Return True if a lost worker may have left a journal of the sample."""
         ...
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what takes long, to its end, also if the caller is cancelled."""
+        """Run blocking work in the thread. The work finishes even if the caller is cancelled."""
         ...
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop the thread. Idempotent."""
         ...
 
 
 class RunJournal:
-    """The finished turns of one attempt at a trajectory, for a later attempt.
+    """The journal of one attempt at a trajectory.
 
-    `kept` are the turns that this attempt continues from; None: it begins at the start.
+    `kept` are the turns of an earlier attempt that this attempt resumes from; None: it starts at the first turn.
     """
 
     def __init__(
         self, journal: TurnJournal, assignment: Assignment, name: str, fingerprint: Callable[[], bytes]
     ) -> None:
         self.kept: KeptTurns | None = None
-        self.restart_reason = ""  # why the run starts from its first turn although an earlier one had begun
+        self.restart_reason = ""  # the reason for a restart from the first turn, if there was an earlier attempt
         self.assignment_id = assignment.assignment_id
-        self.attempt = assignment.attempt  # the number of the run, after those that were found
+        self.attempt = assignment.attempt  # greater than the attempts of earlier journals
         self.name = name
-        self.earlier: tuple[str, ...] = ()  # the earlier runs of its sample
+        self.earlier: tuple[str, ...] = ()  # the sample's earlier runs
         self.is_over = False
-        self.is_kept = False  # at its home, or on its way there
+        self.is_kept = False  # written to the storage backend, or in a batch that is being written
         self.begun_at = asyncio.get_running_loop().time()
         self._journal = journal
         self._fingerprint = fingerprint
         self._num_parts = 0
 
     def append(self, entry: FinishedTurn | ToolAnswers) -> None:
-        """Give an entry to the writing thread, which encodes it. Takes microseconds."""
+        """Queue an entry for the writing thread, which encodes it. Takes microseconds."""
         if not self.is_over:
             self._journal.add(self, entry)
 
     def forget(self) -> None:
-        """Have the journals of the sample removed. Idempotent."""
+        """Schedule the removal of the sample's journals. Idempotent."""
         self.is_over = True
         self._journal.forget(self)
 
-    # --- the thread's side ---
-
     def part(self, entries: Sequence[FinishedTurn | ToolAnswers]) -> JournalPart:
-        """Encode the entries that come next; before the first ones, the header and what the run goes on from."""
+        """Encode the next entries, in the thread. The first part begins with the header and the resumed turns."""
         frames = [_frame(entry) for entry in entries]
         number, self._num_parts = self._num_parts, self._num_parts + 1
         if number == 0:
@@ -192,7 +194,7 @@ class RunJournal:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Parts that are written together, again and again with the same bytes until it has come through."""
+    """Parts that are written together. A failed write is retried with the same bytes."""
 
     runs: tuple[RunJournal, ...]
     parts: Callable[[], Sequence[JournalPart]]
@@ -200,15 +202,14 @@ class _Batch:
 
 
 class TurnJournal:
-    """The journals of one worker process. Close it in the end."""
+    """The journals of one worker process. `close` must be called; it also closes `home`."""
 
     def __init__(self, home: JournalHome, flush_s: float = FLUSH_S, young_s: float = YOUNG_S) -> None:
-        """Closes `home` in the end."""
         self._home = home
         self._young_s = young_s
         self._flush_s = flush_s
         self._pending: dict[RunJournal, list[FinishedTurn | ToolAnswers]] = {}
-        self._doomed: list[tuple[str, str]] = []  # assignments and runs
+        self._doomed: list[tuple[str, str]] = []  # journals to remove, as pairs of assignment and run
         self._unsent: _Batch | None = None
         self._writing = asyncio.Lock()
         self._tasks = OwnedTasks("turn-journal")
@@ -216,10 +217,10 @@ class TurnJournal:
         self._is_failing = False
 
     async def begin(self, assignment: Assignment, fingerprint: Callable[[], bytes]) -> RunJournal:
-        """Begin the journal of a run; nothing is written before its first entry.
+        """Create the journal of a run. Nothing is written before its first entry.
 
-        Finds what lost workers left of the sample: of several runs the one with the most sampled tokens, of equals
-        the latest. What cannot be read, or is of another task or model, counts for nothing.
+        Reads the sample's journals of lost workers and resumes from the one with the most sampled tokens, of equal
+        ones the latest. Ignores journals that cannot be read or that belong to another task or model.
         """
         name = assignment.assignment_id
         run_name = f"{mark_of(name)}.{time.time_ns():020d}.{os.urandom(3).hex()}"
@@ -227,32 +228,33 @@ class TurnJournal:
         if assignment.attempt == 0 and not assignment.is_restored and not self._home.may_have(name):
             return run
         try:
-            await self.flush()  # an earlier run of ours may have ended this moment
-            found = await self._home.read(name)
-            run.earlier = tuple(earlier for earlier, _ in found)
-            run.kept = await self._home.in_thread(_best, found, name, fingerprint)
+            await self.flush()  # an earlier run of the sample in this process may have unwritten entries
+            journals = await self._home.read(name)
+            run.earlier = tuple(earlier for earlier, _ in journals)
+            run.kept = await self._home.in_thread(_best, journals, name, fingerprint)
         except (OSError, AgentLoopError) as error:
             _log.error("journal_unreadable", error=repr(error))
         if (kept := run.kept) is not None:
-            # A coordinator that was restarted does not know of that attempt.
+            # A restarted coordinator may count fewer attempts than the journal.
             run.attempt = max(run.attempt, kept.attempt + 1)
             num_turns, num_tokens = len(kept.turns), kept.num_sampled
             _log.info("trajectory_resumes", num_turns=num_turns, num_tokens=num_tokens, of_attempt=kept.attempt)
         elif assignment.attempt > 0 or run.earlier:
-            run.restart_reason = "no usable journal here"
+            run.restart_reason = "no usable journal of an earlier attempt"
             _log.info("trajectory_begins_again", attempt=assignment.attempt, reason=run.restart_reason)
         return run
 
     def add(self, run: RunJournal, entry: FinishedTurn | ToolAnswers) -> None:
         """Write an entry with the next batch."""
         waiting = self._pending.setdefault(run, [])
-        if isinstance(entry, FinishedTurn) and waiting:  # which has the answers that came before it
-            waiting[:] = [one for one in waiting if isinstance(one, FinishedTurn) or one.states]
+        # The turn's node contains the earlier results as messages: only their snapshots are still needed.
+        if isinstance(entry, FinishedTurn) and waiting:
+            waiting[:] = [earlier for earlier in waiting if isinstance(earlier, FinishedTurn) or earlier.states]
         waiting.append(entry)
         self._flush_later()
 
     def forget(self, run: RunJournal) -> None:
-        """Remove the journals of a run and of the earlier ones of its sample with the next batch."""
+        """Remove the journals of a run and of its sample's earlier runs with the next batch."""
         self._pending.pop(run, None)
         doomed = [*run.earlier, run.name] if run.is_kept else run.earlier
         self._doomed += [(run.assignment_id, name) for name in doomed]
@@ -261,20 +263,23 @@ class TurnJournal:
             self._flush_later()
 
     async def flush(self, *, spares_young: bool = False) -> None:
-        """Write and remove what waits. A failure that may pass is logged, and what waits is written later."""
+        """Write pending entries and removals now. A retryable failure is logged and retried by a later flush.
+
+        With `spares_young`, entries of trajectories younger than `young_s` stay pending.
+        """
         await self._tasks.run(self._flush(spares_young=spares_young))
 
     async def forget_sample(self, assignment_id: str) -> None:
-        """Remove the journals of a sample's runs, of whatever process."""
+        """Remove the journals of all runs of a sample, including those of other processes."""
         self._doomed.append((assignment_id, ""))
         await self.flush()
 
     async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
-        """Remove the journals that dead workers left, but for samples that `unfinished` returns."""
+        """Remove the journals of lost workers, except those of samples that `unfinished` returns."""
         await self._home.sweep(unfinished)
 
     async def close(self) -> None:
-        """Write what waits, and end the thread. Idempotent."""
+        """Write pending entries and close the storage backend. Idempotent."""
         if self._flushing is not None:
             self._flushing.cancel()
             await asyncio.gather(self._flushing, return_exceptions=True)
@@ -306,7 +311,7 @@ class TurnJournal:
                 await self._is_sent(self._unsent)
 
     async def _is_sent(self, batch: _Batch) -> bool:
-        """Write a batch. False: it has to be written again."""
+        """Write a batch. Returns False if it has to be retried."""
         try:
             over = await self._home.write(batch.parts, batch.forgotten)
         except AgentLoopError as error:
@@ -325,7 +330,7 @@ class TurnJournal:
 
 
 def fingerprint(task: RolloutTask, tools: Sequence[Mapping[str, JSON]], renderer: Renderer) -> bytes:
-    """Return a digest of all that a trajectory's tokens depend on, but for the weights."""
+    """Return a digest of all inputs of a trajectory's tokens except the weights."""
     facts = renderer.facts
     parts = encode(
         (task, list(tools), renderer.vocab_size, facts.template_source, facts.stop_tokens, facts.thinking)
@@ -333,7 +338,7 @@ def fingerprint(task: RolloutTask, tools: Sequence[Mapping[str, JSON]], renderer
     return hashlib.sha256(parts).digest()
 
 
-# --- the thread's side ---
+# The functions below run in the thread of the storage backend.
 
 
 def _frame(entry: Entry) -> bytes:
@@ -341,7 +346,7 @@ def _frame(entry: Entry) -> bytes:
 
 
 def read_entries(data: bytes) -> Iterator[tuple[int, Entry]]:
-    """Yield a file's entries up to the first damaged or torn one, each with the offset behind it."""
+    """Yield the entries before the first damaged or torn frame, each with the offset of its end."""
     at = 0
     for start, end, body in read_frames(data):
         kind = _KINDS.get(body[:1])
@@ -349,14 +354,14 @@ def read_entries(data: bytes) -> Iterator[tuple[int, Entry]]:
             return
         try:
             entry = decode(body[1:], kind)
-        except InvalidRequest:  # of another release
+        except InvalidRequest:  # written by another release
             return
         yield end, entry
         at = end
 
 
 def mark_of(assignment_id: str) -> str:
-    """Return the beginning of the names of a sample's runs."""
+    """Return the common prefix of the names of a sample's runs."""
     return hashlib.blake2b(assignment_id.encode(), digest_size=16).hexdigest()
 
 
@@ -364,15 +369,17 @@ def _encoded(batch: Mapping[RunJournal, Sequence[FinishedTurn | ToolAnswers]]) -
     return [run.part(entries) for run, entries in batch.items()]
 
 
-def _best(found: Sequence[tuple[str, bytes]], name: str, fingerprint_now: Callable[[], bytes]) -> KeptTurns | None:
-    """Return the best of what lost workers left of a sample."""
+def _best(
+    journals: Sequence[tuple[str, bytes]], name: str, fingerprint_now: Callable[[], bytes]
+) -> KeptTurns | None:
+    """Return the journal with the most sampled tokens, of equal ones the latest attempt."""
     wanted = fingerprint_now()
-    kept = [one for _, data in found if (one := _kept(data, name, wanted)) is not None]
-    return max(kept, key=lambda one: (one.num_sampled, one.attempt), default=None)
+    usable = [kept for _, data in journals if (kept := _kept(data, name, wanted)) is not None]
+    return max(usable, key=lambda kept: (kept.num_sampled, kept.attempt), default=None)
 
 
 def _kept(data: bytes, name: str, wanted: bytes) -> KeptTurns | None:
-    """Read one journal; None if it is not of this sample, or holds no turn."""
+    """Read one journal. Returns None if it has no turn or belongs to another sample, task or model."""
     header: RunHeader | None = None
     turns: list[FinishedTurn] = []
     answers: list[ToolAnswers] = []
@@ -400,7 +407,7 @@ def _kept(data: bytes, name: str, wanted: bytes) -> KeptTurns | None:
     return KeptTurns(
         attempt=header.attempt,
         turns=tuple(turns),
-        answers=tuple(result for one in answers if one.turn_id == last_turn for result in one.results),
+        answers=tuple(result for answer in answers if answer.turn_id == last_turn for result in answer.results),
         states={tool: state for tool, state in states.items() if state is not None},
         left_s=left_s,
         frames=data[begins_at:ends_at],

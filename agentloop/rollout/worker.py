@@ -1,8 +1,9 @@
-"""Worker: runs many agent loops at once in one event loop.
+"""Worker: runs many trajectories concurrently in one event loop.
 
-Ownership: every trajectory is one task of the worker's TaskGroup and ends in exactly one terminal record, handed to
-the coordinator until it says that the record is durable. A trajectory's failure stays its own. One that was dropped
-for its age is handed in without tokens, and the coordinator has its sample begun anew, here or elsewhere.
+Invariants: every trajectory is one task of the worker's TaskGroup and ends in exactly one terminal record, which
+the worker submits until the coordinator acknowledges that it is durable. A failed trajectory affects no other one.
+The record of a trajectory that was dropped for staleness has no tokens; the coordinator assigns its sample again,
+to this worker or another.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from agentloop.rollout.trajectory_run import AssignedRun, RunParts, TrajectoryRu
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import Assignment
 
-FULL_WAIT_S = 0.25  # for room before a full worker reports: much of it is free again within that
-HAND_IN_GRACE_S = 1.0  # for records on their way when the worker ends: Serve gives a process 5 s
-LEAVE_TIMEOUT_S = 2.0  # for the goodbye after that
+FULL_WAIT_S = 0.25  # wait for capacity before a full worker polls: usually some is freed within this time
+HAND_IN_GRACE_S = 1.0  # for records being submitted when the worker stops: Ray Serve allows a process 5 s
+LEAVE_TIMEOUT_S = 2.0  # to flush the journal and deregister, after that
 FLIGHTS_EVERY_S = 1.0
-START_BATCH = 16  # trajectories started in one pass of the loop: their first renders take about 0.3 ms each
+START_BATCH = 16  # trajectories started without yielding to the event loop: a first render takes about 0.3 ms
 
 
 @dataclass(slots=True)
 class _Running:
     task: asyncio.Task[None]
-    run: AssignedRun | None = None  # None: it has not begun
-    is_cancelled: bool = False  # by the client: the trajectory still owes its record
-    is_dropped: bool = False  # it says so to the coordinator, which may give it out again before we hear the answer
-    again: Assignment | None = None  # the same sample, which came in that moment
-    is_handing_in: bool = False  # its record is on the way to the coordinator
+    run: AssignedRun | None = None  # None: not started
+    is_cancelled: bool = False  # by the client; its record is still pending
+    is_dropped: bool = False  # its submission may cause a new assignment of the sample before the response arrives
+    again: Assignment | None = None  # the new assignment
+    is_handing_in: bool = False  # its record is being submitted
 
 
 def _flight_of(running: _Running) -> Flight:
@@ -58,7 +59,7 @@ def _flight_of(running: _Running) -> Flight:
 
 
 class Worker:
-    """The runner of a coordinator's trajectories in this process. Construct, then `await run()` until `close()`."""
+    """Runs trajectories of a coordinator in this process. `await run()` returns after `close()`."""
 
     def __init__(
         self,
@@ -81,9 +82,12 @@ class Worker:
         parser_name: str = "",
         models: ModelsPort = NoModels(),  # noqa: B008 - it has no state
     ) -> None:
-        """`journal` stays the caller's to close. `begin` makes an assignment's run; by default it runs here.
-        `reporter` is that of the runs which `begin` makes; the worker stops it. `host` is its address.
-        Trajectories that end here, and calls that `parser_name` cannot read, are counted in `tally`."""
+        """Create a worker.
+
+        `begin` creates the run of an assignment; by default in this process. `reporter` reports the leases of these
+        runs; the worker stops it. The caller closes `journal`. `host` is the worker's address. `tally` counts
+        finished trajectories and calls that the parser `parser_name` cannot read.
+        """
         self.worker_id = worker_id
         self._host = host
         self._reporter = LeaseReporter(worker_id, coordinator.report_leases) if reporter is None else reporter
@@ -109,21 +113,21 @@ class Worker:
         self._journal = journal
         self._begin = begin or partial(TrajectoryRun, self._parts)
         self._running: dict[str, _Running] = {}
-        self._wake = asyncio.Event()  # room came up in a full worker, or the end
+        self._wake = asyncio.Event()  # set when a full worker has free capacity, and by `close`
         self._is_full = False
         self._is_closing = False
         self._has_left = False
-        self._told_at = 0.0  # the flights
+        self._told_at = 0.0  # the last report of activities
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
     async def run(self) -> None:
-        """Poll for work until `close`; then cancel what runs, and give it back to the coordinator."""
+        """Poll for work until `close`, then cancel running trajectories and return them to the coordinator."""
         try:
             async with asyncio.TaskGroup() as group:
-                await self._sweep()  # before the first work: it may be what a dead worker has left
+                await self._sweep()  # before the first poll: an assignment may resume from a lost worker's journal
                 sweeping = group.create_task(self._keep_sweeping(), name="turn-journal-sweep")
                 while not self._is_closing:
                     await self._poll(group)
@@ -158,24 +162,26 @@ class Worker:
             return
         for assignment_id in orders.cancel:
             self._cancel(assignment_id)
-        for place, assignment in enumerate(orders.start):
-            if place % START_BATCH == 0:
+        for position, assignment in enumerate(orders.start):
+            if position % START_BATCH == 0:
                 await asyncio.sleep(0)
             known = self._running.get(assignment.assignment_id)
             if known is None:
                 task = group.create_task(self._run_one(assignment), name=assignment.assignment_id)
                 self._running[assignment.assignment_id] = _Running(task)
-            elif known.is_dropped:
+            elif known.is_dropped:  # the coordinator assigned the sample again before it acknowledged the record
                 known.again, known.is_cancelled = assignment, False
 
     async def _orders(self, num_free: int) -> Orders:
-        """Report, and wait for work or cancellations; without room only until there is some.
+        """Send the worker's report and wait for assignments or cancellations.
 
-        The call that waits is also the sign of life: the coordinator sees it break when this process dies.
+        A full worker waits until it has capacity.
+
+        The waiting call is also the heartbeat: the coordinator sees the connection close if this process dies.
         """
-        # What was dropped is no more this worker's: reported, the coordinator would have it adopt that again.
+        # Do not report dropped trajectories: the coordinator would count their samples as running here.
         mine = {name: running for name, running in self._running.items() if not running.is_dropped}
-        num_sampled = (0 if one.run is None else one.run.num_sampled_tokens for one in mine.values())
+        num_sampled = (0 if each.run is None else each.run.num_sampled_tokens for each in mine.values())
         flights = tuple(map(_flight_of, mine.values())) if self._tells_flights() else ()
         report = WorkerReport(self.worker_id, num_free, tuple(mine), tuple(num_sampled), self._host, flights)
         taking = asyncio.ensure_future(self._coordinator.take(report, self._config.poll_s))
@@ -196,11 +202,11 @@ class Worker:
         return True
 
     async def _is_woken(self, wait_s: float) -> bool:
-        """Wait for room in a full worker, or the end. False: there was neither."""
+        """Wait for free capacity or `close`. Returns False at the timeout."""
         return await is_set_by(self._wake, deadline_after(wait_s))
 
     async def _stop_running(self) -> None:
-        """Cancel what runs; records on their way to the coordinator have a moment to get there."""
+        """Cancel all trajectories, after a grace period for records that are being submitted."""
         handing_in = [running.task for running in self._running.values() if running.is_handing_in]
         if handing_in:
             await asyncio.wait(handing_in, timeout=HAND_IN_GRACE_S)
@@ -208,9 +214,10 @@ class Worker:
             running.task.cancel()
 
     async def _leave(self) -> None:
-        """Tell the coordinator, which finds out by itself if it does not hear. Idempotent.
+        """Deregister from the coordinator. Idempotent.
 
-        What ran goes on elsewhere from its journal, whether or not its loops have ended here.
+        Other workers resume the trajectories from their journals, even if a loop still runs here. Without this
+        call, the coordinator detects the lost worker by its silence.
         """
         if self._has_left:
             return
@@ -224,7 +231,7 @@ class Worker:
             self._log.warning("leave_failed", error=repr(error))
 
     async def _sweep(self) -> None:
-        """Remove the journals that dead workers left of trajectories with a record."""
+        """Remove journals of lost workers whose samples have records."""
         if self._journal is not None:
             try:
                 await self._journal.sweep(self._coordinator.unfinished)
@@ -244,7 +251,7 @@ class Worker:
                 running.run.cancel()
 
     async def _run_one(self, assignment: Assignment) -> None:
-        # This task's own context: what is bound on the way (turn, replica, version) ends with it.
+        # Each task has its own context, so log fields bound later (turn, replica, version) end with it.
         bind_contextvars(worker=self.worker_id, assignment=assignment.assignment_id)
         running = self._running[assignment.assignment_id]
         try:
@@ -257,7 +264,8 @@ class Worker:
                 record = await running.run.to_record()
                 running.is_dropped = running.run.is_dropped
                 running.is_handing_in = True
-                if running.is_dropped and self._journal is not None:  # before its sample can be given out again
+                # Remove a dropped journal before the sample is assigned again, so that no attempt resumes from it.
+                if running.is_dropped and self._journal is not None:
                     await running.run.forget()
                     await self._journal.flush()
                 if await self._hand_in(record):
@@ -269,9 +277,11 @@ class Worker:
                 self._wake.set()
 
     async def _hand_in(self, record: EncodedRecord) -> bool:
-        """Offer the record until it is durable; finishing twice is harmless. True: its sample has a record.
+        """Submit the record until it is durable.
 
-        A full disk is waited out.
+        Submitting twice is harmless. Returns True if the sample has a record.
+
+        A full disk of the coordinator is retried without a time limit.
         """
         is_late = stop_after_delay(self._config.hand_in_timeout_s)
 
@@ -280,7 +290,7 @@ class Worker:
             return is_late(state) and not isinstance(error, StorageFull)
 
         retrying = AsyncRetrying(
-            # A cancellation comes here too: repeated, it would be lost, and the worker could not end.
+            # Do not retry a CancelledError: it would be lost, and the worker could not stop.
             retry=retry_if_exception(
                 lambda error: isinstance(error, Exception) and not isinstance(error, InvalidRequest)
             ),
@@ -291,6 +301,7 @@ class Worker:
         try:
             return await retrying(self._hand_ins.give, record)
         except Exception as error:
-            # The coordinator still counts it as running here, and gives it out again when it hears it is not.
+            # The coordinator counts the trajectory as running here until the next report omits it; then it
+            # reassigns it.
             self._log.error("record_not_handed_in", error=repr(error))
             return False

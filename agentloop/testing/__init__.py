@@ -1,4 +1,4 @@
-"""The workbench: episodes in one process, by the service's own loop, tools and records, without an engine."""
+"""Tests for environments: episodes in one process with the service's loop, tools and records, but no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`play`: one episode of an environment in this process, from its task to its record."""
+"""`play`: runs one episode of an environment in this process, from its task to its record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_CONTEXT_BYTES = 1 << 22
 
 
 def loaded_of(environment: type[Environment] | str | LoadedEnvironment) -> LoadedEnvironment:
-    """Return an environment, given as a class or an import path, as the toolbox holds it."""
+    """Return the LoadedEnvironment of a class or an import path."""
     if isinstance(environment, str):
         return load_environment(environment)
     if isinstance(environment, LoadedEnvironment):
@@ -46,20 +46,23 @@ async def play(
     models: ModelsPort | None = None,
     on_message: Callable[[Message], None] = lambda message: None,
 ) -> Trajectory:
-    """Run one episode and return its record. By default the first task is played by its gold solution.
+    """Run one episode and return its record. The default is the first task, played by its gold solution.
 
-    `tools` are those of a service that the task names; `on_message` hears each message. Limits on tokens count four
-    bytes for each. The record of a policy whose tokens are not known is `without_ids`.
+    `tools` are the service's tools that the task uses. `on_message` receives each message. Limits on tokens allow
+    four bytes per token. The record of a policy without token ids is returned `without_ids`. Raises InvalidRequest
+    if the default policy is needed and the task has no gold solution.
     """
     loaded = loaded_of(environment)
     task = next(iter(loaded.kind.tasks())) if task is None else task
     task = replace(task, environment=loaded.path, limits=_in_bytes(task.limits))
     if policy is None and (policy := loaded.kind.gold(task)) is None:
-        raise InvalidRequest(f"task {task.task_id!r} has no gold solution", param="policy")
+        raise InvalidRequest(
+            f"task {task.task_id!r} has no gold solution: pass a policy, or implement gold()", param="policy"
+        )
     chosen = ScriptedTurns(policy) if isinstance(policy, Sequence) else policy
     engine, toolbox, renderer = PolicyEngine(chosen, on_message), Toolbox(tools), byte_renderer()
     parts = RunParts(
-        coordinator=cast(WorkerPort, None),  # the lease never moves
+        coordinator=cast(WorkerPort, None),  # not used, because the lease never moves
         connect=lambda url: cast(TokenEngine, engine),
         renderer=renderer,
         reader=TurnReader(renderer, get_parser(PARSER), PARSER),
@@ -84,7 +87,10 @@ async def play(
 
 
 def without_ids(record: Trajectory) -> Trajectory:
-    """Return a record without ids, and so with nothing to train on. Its turns name the policy as their engine."""
+    """Return the record without token ids, so that it is not trainable.
+
+    Its turns have the policy as their engine.
+    """
     return replace(record, paths=tuple(map(_path_without_ids, record.paths)))
 
 

@@ -1,4 +1,4 @@
-"""Any model behind an OpenAI-compatible endpoint as a policy, and as the other models of an episode."""
+"""Models of an OpenAI-compatible server, as the policy and as the other models of an episode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 
 class OpenAIPolicy:
-    """A `Policy` and a `ModelsPort`. The key is that of OPENAI_API_KEY."""
+    """A `Policy` and a `ModelsPort`. The API key is read from OPENAI_API_KEY."""
 
     has_ids = False
 
@@ -26,7 +26,7 @@ class OpenAIPolicy:
 
     async def turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> Message:
         answer = await self._asked(self._model, messages, tools=list(tools) or omit)
-        calls = tuple(_call(place, one.function) for place, one in enumerate(answer.tool_calls or ()))
+        calls = tuple(_call(index, call.function) for index, call in enumerate(answer.tool_calls or ()))
         return Message("assistant", answer.content or "", calls)
 
     async def chat(self, call: ModelCall) -> str:
@@ -36,22 +36,22 @@ class OpenAIPolicy:
         return cast(str, answer.content or "")
 
     async def _asked(self, model: str, messages: Sequence[Message], **options: Any) -> Any:
-        written: Any = [_written(message) for message in messages]
+        bodies: Any = [_written(message) for message in messages]
         key = os.environ.get("OPENAI_API_KEY") or "none"
         try:
             async with AsyncOpenAI(base_url=self._base_url, api_key=key) as client:
-                made = await client.chat.completions.create(model=model, messages=written, **options)
+                completion = await client.chat.completions.create(model=model, messages=bodies, **options)
         except APIError as error:
             raise InvalidRequest(f"{self.name}: {error.message}", param="policy") from error
-        return made.choices[0].message
+        return completion.choices[0].message
 
 
-def _call(place: int, function: Any) -> ToolCall:
+def _call(index: int, function: Any) -> ToolCall:
     try:
-        return ToolCall(f"call_{place}", function.name, dict(orjson.loads(function.arguments or "{}")))
+        return ToolCall(f"call_{index}", function.name, dict(orjson.loads(function.arguments or "{}")))
     except (ValueError, TypeError):
         text = f'<tool_call>\n{{"name": "{function.name}", "arguments": {function.arguments}}}\n</tool_call>'
-        return ToolCall(f"call_{place}", function.name, status=ToolCallStatus.MALFORMED, text=text)
+        return ToolCall(f"call_{index}", function.name, status=ToolCallStatus.MALFORMED, text=text)
 
 
 def _written(message: Message) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A policy that is no model of ours, and the engine in front of it: what it says becomes ids, one for each byte."""
+"""Policies without a served model, and their engine, which turns messages into token ids, one per byte."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 class Policy(Protocol):
-    """A policy of messages. One object plays one episode."""
+    """A policy that receives and returns messages. One object plays one episode."""
 
     @property
     def name(self) -> str:
-        """Its name, which a record has in place of an engine's."""
+        """The policy's name, recorded as the engine of its turns."""
 
     @property
     def has_ids(self) -> bool:
-        """True if the ids in a record may stand for its tokens."""
+        """True if the record may contain byte ids as the policy's tokens."""
 
     async def turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> Message:
-        """Return its answer to a conversation."""
+        """Return the policy's next message of a conversation."""
 
 
 class ScriptedTurns:
-    """A policy that plays the given turns in their order, and repeats the last one."""
+    """A policy that returns the given turns in order, and then repeats the last one."""
 
     def __init__(self, turns: Sequence[ScriptedTurn | Message], name: str = "scripted") -> None:
         self.name, self.has_ids = name, name == "scripted"
@@ -61,7 +61,7 @@ class ScriptedTurns:
 
 
 def message_of(turn: ScriptedTurn | Message) -> Message:
-    """Return a scripted turn as an assistant's message."""
+    """Return a scripted turn as an assistant message."""
     if isinstance(turn, Message):
         return turn
     if isinstance(turn, str):
@@ -84,9 +84,9 @@ def byte_renderer() -> TemplateRenderer:
 
 
 class PolicyEngine:
-    """An engine that has a policy speak in the loop of its `run`, and tells each message of that once."""
+    """An engine that samples turns from a policy, and calls `on_message` once per message of the conversation."""
 
-    run: TrajectoryRun  # set before it begins
+    run: TrajectoryRun  # set before the first turn
 
     def __init__(self, policy: Policy, on_message: Callable[[Message], None]) -> None:
         self._policy = policy
@@ -94,29 +94,29 @@ class PolicyEngine:
         self._num_told = 0
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """Tell those of a conversation's messages that are new."""
+        """Call `on_message` for the new messages of a conversation."""
         for message in messages[self._num_told :]:
             self._on_message(message)
         self._num_told = len(messages)
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         ctx, renderer = self.run.ctx, byte_renderer()
-        assert ctx is not None, "its loop asks"
+        assert ctx is not None, "the loop is running"
         self.tell(ctx.messages)
         message = await self._policy.turn(ctx.messages, ctx.tool_definitions)
         ids = (*renderer.ids(_written(message)), *renderer.stop_token_ids)[: request.sampling.max_tokens]
         spans = (WeightVersionSpan(0, 0, len(ids)),)
-        is_whole = ids[-1] in renderer.stop_token_ids
-        reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
+        is_complete = ids[-1] in renderer.stop_token_ids
+        reason = FinishReason.STOP if is_complete else FinishReason.LENGTH
         logprobs = (0.0,) * len(ids)
         return Generation(request.request_id, ids, logprobs, spans, reason, engine=self._policy.name)
 
     async def abort(self, request_id: str) -> None:
-        """Do nothing: a turn ends with its caller."""
+        """Do nothing: cancelling `generate` ends the turn."""
 
 
 def _written(message: Message) -> str:
-    """Return a turn as a policy of the Hermes format writes it."""
+    """Return the text of a turn in the Hermes format."""
     return "\n".join(filter(None, (message.content, *map(_written_call, message.tool_calls))))
 
 

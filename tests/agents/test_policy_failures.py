@@ -226,7 +226,7 @@ async def test_an_agent_that_its_deadline_ends_is_data(site: AgentSite) -> None:
 
     in_no_time = replace(TASK, limits=replace(TASK.limits, timeout_s=1.5))
     record, kept = await site.run(never_ends, "The answer is 5.", task=in_no_time)
-    assert record.error == "the agent did not end within 1.5 s"
+    assert record.error == "the agent did not finish within 1.5 s (limits.timeout_s)"
     assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.DEADLINE, True, 1.0)
     assert (kept.is_truncated, kept.path.is_trainable) == (True, True)
 
@@ -242,7 +242,8 @@ async def test_an_agent_may_return_a_score(site: AgentSite, rewards: tuple[float
         assert (kept.reward, kept.components, kept.path.turns[0].reward) == (0.25, {"form": 1.0}, 0.5)
         return
     assert (kept.reward, kept.is_complete, record.error) == (None, True, None)
-    assert kept.reward_error == record.reward_error == "the agent's score: path 0 has 1 turns, its score 2"
+    assert kept.reward_error == record.reward_error
+    assert record.reward_error == "the agent's score: path 0 has 1 turns, but its score has 2 turn rewards"
 
 
 async def test_the_policy_may_recover(site: AgentSite) -> None:

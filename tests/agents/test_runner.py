@@ -145,7 +145,7 @@ async def test_every_sample_has_one_record_though_agents_fail(service: FakeSessi
     by_task = {record.task_id: record for record in records}
     assert by_task["t0"].error == "ValueError: number 0"
     assert by_task["t1"].error == "raised SystemExit"
-    assert "returned a str; a reward is a number" in str(by_task["t2"].error)
+    assert "returned a str: the reward must be a number" in str(by_task["t2"].error)
     assert (by_task["t3"].trajectory, by_task["t3"].error) == (None, "not_found: no such place")
     assert (run.num_failed, run.num_lost) == (14, 2)
     assert len({(one.task_id, one.sample_index) for one in service.records}) == len(service.records) == 22
@@ -216,7 +216,7 @@ async def test_the_deadline_ends_an_agent_whatever_it_does(service: FakeSessions
     assert asyncio.get_running_loop().time() - began_at < 8  # the bad ones go on for 10 s
     for record in service.records:
         assert (record.stop_reason, record.is_complete) == (StopReason.DEADLINE, False)
-    assert {record.error for record in records} == {"the agent did not end within 0.5 s"}
+    assert {record.error for record in records} == {"the agent did not finish within 0.5 s (limits.timeout_s)"}
 
 
 async def test_newcomers_get_another_loop_than_one_that_ignores_cancellation(service: FakeSessions) -> None:
@@ -354,5 +354,5 @@ async def test_only_a_finite_number_is_a_reward(value: object) -> None:
     async def returns(task, base_url, api_key):
         return value
 
-    with AgentProgram.of(returns) as program, pytest.raises(AgentLoopError, match="a reward is"):
+    with AgentProgram.of(returns) as program, pytest.raises(AgentLoopError, match="the reward must be"):
         await program.run(PLACE)

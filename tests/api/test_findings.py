@@ -63,7 +63,12 @@ CASES = [
     (replace(WELL, store_away="no answer within 60 s"), FLYING, Cause.STORE_AWAY, "no answer within 60 s"),
     (replace(WELL, is_stopping=True), FLYING, Cause.STOPPING, "is stopping"),
     (replace(NOT_READY, replicas=(), starting=(LOADING,)), EMPTY, Cause.LOADING, "none has joined yet"),
-    (replace(WELL, starting=(LOADING,)), FLYING, Cause.LOADING, "r2 waits to start since 40 s: waits for memory"),
+    (
+        replace(WELL, starting=(LOADING,)),
+        FLYING,
+        Cause.LOADING,
+        "r2 has been waiting to start for 40 s: waits for memory",
+    ),
     (replace(WELL, drained=("h1",)), FLYING, Cause.DRAINED, "h1 is drained"),
     (replace(NOT_READY, replicas=()), EMPTY, Cause.NO_REPLICA, "no replica takes traffic"),
     (
@@ -73,9 +78,9 @@ CASES = [
         "it sent no report",
     ),
     (replace(NOT_READY, weight_version=None), EMPTY, Cause.NO_REPLICA, "no replica takes traffic"),
-    (replace(WELL, update=STAGING), FLYING, Cause.UPDATE, "version 4 is staging since 30 s, waits for r1"),
+    (replace(WELL, update=STAGING), FLYING, Cause.UPDATE, "version 4 has been staging for 30 s, waiting for r1"),
     (replace(WELL, update=FAILING), FLYING, Cause.UPDATE, "failed: r1: lost"),
-    (WELL, flying(silent=(("w1", 9.0),)), Cause.SILENT_WORKER, "w1 is silent since 9 s"),
+    (WELL, flying(silent=(("w1", 9.0),)), Cause.SILENT_WORKER, "w1 sent no report for 9 s"),
     (
         WELL,
         flying(silent=(("w1", 9.0),), blocked=(Blocked("worker-w1", "my_tool.py:7 in run", 70.0),)),
@@ -98,14 +103,14 @@ CASES = [
         replace(WELL, rollouts=(), unread=(("r", 400.0), ("new", 20.0))),
         EMPTY,
         Cause.UNREAD,
-        "nobody reads the records of r: the first waits since 400 s",
+        "the records of r are not read: the oldest has waited for 400 s",
     ),
     (replace(WELL, num_workers=0, rollouts=(rollout(0, 5),)), EMPTY, Cause.NO_WORKER, "5 samples wait"),
     (
         replace(STUCK, rollouts=(rollout(2, 5),)),
         flying(row(Doing.TOOL, 2.0, what="search"), num_free=0),
         Cause.WORKERS_FULL,
-        "5 samples wait: all places of 1 workers",
+        "5 samples wait: all slots of 1 worker(s)",
     ),
     (replace(STUCK, rollouts=(rollout(0, 6, 6),)), EMPTY, Cause.STALE, "6 samples are held"),
     (
@@ -122,7 +127,7 @@ CASES = [
         ),
         FLYING,
         Cause.NO_ROOM,
-        "3 session(s) and calls wait for KV (alice 2, eve 1): the longest for 75 s, the median 40 s",
+        "3 session(s) and calls wait for KV cache (alice 2, eve 1): the longest for 75 s, the median for 40 s",
     ),
     (
         replace(WELL, replicas=(replica(), replica("suspect", age_s=8.0))),
@@ -130,32 +135,32 @@ CASES = [
         Cause.REPLICA,
         "is suspect: no heartbeat for 8 s",
     ),
-    (replace(WELL, replicas=(replica(is_noise=True),)), FLYING, Cause.REPLICA, "samples noise"),
+    (replace(WELL, replicas=(replica(is_noise=True),)), FLYING, Cause.REPLICA, "has broken weights"),
     (
         replace(WELL, replicas=(replica(is_thrashing=True, kv_hit_rate=0.2),)),
         FLYING,
         Cause.REPLICA,
-        "find 20% of their KV",
+        "find only 20% of their earlier KV cache",
     ),
-    (WELL, flying(SEARCH), Cause.TOOL, "tool search since 95 s, deadline in 20 s"),
-    (WELL, flying(row(Doing.REWARD, 40.0)), Cause.REWARD, "r/g/0 waits for its reward since 40 s"),
-    (WELL, flying(row(Doing.LOOP, 70.0)), Cause.LOOP, "loop since 70 s"),
+    (WELL, flying(SEARCH), Cause.TOOL, "tool search for 95 s, deadline in 20 s"),
+    (WELL, flying(row(Doing.REWARD, 40.0)), Cause.REWARD, "r/g/0 has waited for its reward for 40 s"),
+    (WELL, flying(row(Doing.LOOP, 70.0)), Cause.LOOP, "loop for 70 s"),
     (WELL, flying(row(Doing.PLACE, 45.0), row(Doing.PLACE, 44.0, "r/g/1")), Cause.NO_PLACE, "(and 1 more)"),
-    (WELL, flying(row(Doing.PREFILL, 150.0)), Cause.TURN, "prefill since 150 s"),
+    (WELL, flying(row(Doing.PREFILL, 150.0)), Cause.TURN, "prefill for 150 s"),
     (
         replace(WELL, rollouts=(rollout(priority=2), rollout(0, 5, name="low", priority=1))),
         FLYING,
         Cause.PRIORITY,
-        "low: everything of priority 2 goes before priority 1",
+        "low: samples of priority 2 start before those of priority 1",
     ),
     (
         replace(WELL, rollouts=()),
         replace(EMPTY, sessions=(row(Doing.LOOP, 200.0, "s-1"),)),
         Cause.SESSION,
-        "1 session(s) keep a place and make no call; the longest: s-1",
+        "1 session(s) hold a KV reservation without making a call; the longest: s-1",
     ),
-    (replace(WELL, rollouts=()), EMPTY, Cause.NOTHING, "nothing was submitted"),
-    (WELL, FLYING, Cause.LONG, "nothing is wrong: 8 decode; the oldest, r/g/0, is at turn 2"),
+    (replace(WELL, rollouts=()), EMPTY, Cause.NOTHING, "all submitted work is finished"),
+    (WELL, FLYING, Cause.LONG, "no problem found: 8 decode; the oldest, r/g/0, is at turn 2"),
 ]
 
 
@@ -182,10 +187,10 @@ def test_the_widest_cause_comes_first_and_the_others_follow() -> None:
 def test_what_is_degraded_is_what_is_found_of_the_service_and_its_replicas() -> None:
     down = replace(NOT_READY, is_stopping=True, replicas=(replica("quarantined", error="noise"),), drained=("h1",))
     sentences = (
-        "the service is stopping: nothing is accepted or begun",
+        "the service is stopping: no work is accepted or started",
         "no replica takes traffic",
         "replica r1 is quarantined: noise",
-        "h1 is drained: it gets no work",
+        "h1 is drained: it receives no work",
     )
     assert degraded(down) == sentences
     assert tuple(one.text for one in findings(down, flying(SEARCH)))[:4] == sentences
@@ -196,5 +201,5 @@ def test_of_one_trajectory_it_says_what_it_waits_for() -> None:
     flights = flying(row(Doing.TOOL, 9.0, what="search", turn=3, num_tokens=70, left_s=30.0))
     told = about("r/g/0", flights)
     assert told is not None
-    assert told.text == "r/g/0: tool search since 9 s on r1, turn 3, 70 tokens; its deadline is in 30 s"
+    assert told.text == "r/g/0: tool search for 9 s on r1, turn 3, 70 tokens; its deadline is in 30 s"
     assert about("r/g/9", flights) is None

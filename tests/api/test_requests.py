@@ -86,7 +86,7 @@ def test_a_task_has_every_sampling_option_of_a_session() -> None:
     task = check_body({**TASK, "constraint": constraint}, TaskBody).to_task()
     assert task.constraint == Constraint(ConstraintKind.REGEX, "a|b")
     for beside in ({"tools": ["calculator"]}, {"min_tokens": 1}):
-        with pytest.raises(InvalidRequest, match="exclude each other"):
+        with pytest.raises(InvalidRequest, match="cannot be combined"):
             check_body({**TASK, "constraint": constraint, **beside}, TaskBody)
 
 
@@ -98,7 +98,7 @@ def test_a_task_brings_its_images() -> None:
     assert body.to_task() == task
     assert body.first_image == "messages.1.content.1"
     assert codec.decode(codec.encode(task), RolloutTask) == task
-    with pytest.raises(InvalidRequest, match="does not bring image"):
+    with pytest.raises(InvalidRequest, match="which is not in its images"):
         task_fields(replace(task, images=(red,)))
 
 
@@ -366,7 +366,7 @@ def test_a_missing_or_empty_task_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot read"):
         load_tasks(tmp_path / "absent")
     (tmp_path / "empty").touch()
-    with pytest.raises(InvalidRequest, match="holds no task"):
+    with pytest.raises(InvalidRequest, match="contains no task"):
         load_tasks(tmp_path / "empty")
 
 

@@ -67,9 +67,9 @@ async def test_a_score_travels_by_the_ids_of_its_turns(service: FakeSessions, cl
 
 async def test_a_score_that_does_not_fit_is_told(service: FakeSessions, client: RolloutClient) -> None:
     async with client.session() as session:
-        with pytest.raises(RewardError, match="path 0 has 2 turns, its score 1"):
+        with pytest.raises(RewardError, match="path 0 has 2 turns, but its score has 1"):
             await session.reward(Score(main=PathScore(turns=(1.0,))))
-        with pytest.raises(RewardError, match="a reward is finite"):
+        with pytest.raises(RewardError, match="the reward must be finite"):
             await session.reward(Score(float("inf")))
 
 
@@ -136,7 +136,7 @@ async def test_the_first_error_is_the_one_that_is_seen(service: FakeSessions) ->
 
         with pytest.raises(ZeroDivisionError):
             await fail()
-        with pytest.raises(AgentLoopError, match="no answer"):
+        with pytest.raises(AgentLoopError, match="no response"):
             await client.session().__aenter__()
 
 

@@ -415,7 +415,7 @@ def test_a_host_joins_under_load_and_another_is_drained(cluster: Cluster, tmp_pa
         drained.kill()
         arrivals = load.ended()
         assert all(one.attempt == 0 for one in arrivals)
-        assert f"{drained.address} is drained: it gets no work" in cluster.status()["degraded"]
+        assert f"{drained.address} is drained: it receives no work" in cluster.status()["degraded"]
 
 
 def test_a_cut_a_join_and_a_kill_in_one_run(head: Cluster, tmp_path: Path) -> None:

@@ -131,12 +131,12 @@ async def test_numbers_are_rewards(value: object, reward: float) -> None:
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        (None, "RewardError: a reward is a number or a Score, not NoneType"),
-        ("1", "RewardError: a reward is a number or a Score, not str"),
-        (1j, "RewardError: a reward is a number or a Score, not complex"),
-        (float("nan"), "RewardError: a reward is finite, not nan"),
-        (float("-inf"), "RewardError: a reward is finite, not -inf"),
-        (10**400, "RewardError: a reward is finite, not inf"),
+        (None, "RewardError: the reward must be a number or a Score, not NoneType"),
+        ("1", "RewardError: the reward must be a number or a Score, not str"),
+        (1j, "RewardError: the reward must be a number or a Score, not complex"),
+        (float("nan"), "RewardError: the reward must be finite, not nan"),
+        (float("-inf"), "RewardError: the reward must be finite, not -inf"),
+        (10**400, "RewardError: the reward must be finite, not inf"),
     ],
 )
 async def test_other_values_are_failed_rewards(value: object, error: str) -> None:
@@ -151,7 +151,10 @@ async def test_a_score_is_checked_against_the_trajectory() -> None:
         None,
     )
     short = replace(whole, main=PathScore(turns=(0.0,)))
-    assert await score_of(lambda task, messages: short) == (None, "RewardError: path 0 has 2 turns, its score 1")
+    assert await score_of(lambda task, messages: short) == (
+        None,
+        "RewardError: path 0 has 2 turns, but its score has 1 turn rewards",
+    )
 
 
 async def test_a_function_that_asks_for_the_trajectory_gets_it() -> None:

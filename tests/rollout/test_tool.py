@@ -96,7 +96,7 @@ def test_an_unhinted_parameter_is_refused() -> None:
 
 
 def test_variadic_parameters_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="have no schema"):
+    with pytest.raises(InvalidRequest, match="parameter numbers has no JSON schema"):
 
         @tool
         def bad(*numbers: int) -> str:

@@ -75,7 +75,7 @@ async def test_one_that_cannot_be_opened_ends_its_trajectory_without_a_reward(se
 async def test_a_setup_for_a_tool_that_the_task_does_not_have_is_refused():
     record = await record_of(garden_task(tool_setup={"gardem": {}}), Garden(), DONE)
     assert record.stop_reason is StopReason.INVALID_TASK
-    assert "'gardem' is none of the task's tools" in (record.error or "")
+    assert "tool_setup names 'gardem'" in (record.error or "")
 
 
 async def test_a_tool_that_is_lost_ends_the_trajectory():
@@ -110,7 +110,7 @@ async def test_no_setup_and_no_open_are_two_things():
     record = await record_of(garden_task(), Closed(), DONE)
     assert ending(record)[:2] == (
         StopReason.TOOL_FAILED,
-        "tool 'garden' cannot be opened: a FunctionTool has no open()",
+        "tool 'garden' cannot be opened: its session FunctionTool has no open(), but the tool sets open_timeout_s",
     )
 
 
@@ -175,7 +175,7 @@ async def test_one_that_cannot_begins_at_the_start(tmp_path):
     garden = Garden()
     record, num_turns = await resumed(tmp_path, garden, "fir", "ash")
     assert (record.num_resumed_turns, record.reward, num_turns) == (0, 4.0, 4)
-    assert record.restart_reason == "no usable journal here"
+    assert record.restart_reason == "no usable journal of an earlier attempt"
     assert garden.beds[1].life == ["open", "fir", "ash", "elm", "looked", "close"]
 
 
@@ -184,7 +184,7 @@ async def test_a_state_that_cannot_be_restored_is_not_begun_with(tmp_path):
     garden = KeptGarden()
     record, _ = await resumed(tmp_path, garden, "fir", "salt")
     assert (record.num_resumed_turns, record.reward) == (0, 4.0)
-    assert record.restart_reason.startswith("its environment cannot be restored: ")
+    assert record.restart_reason.startswith("a tool's state cannot be restored: ")
     assert [bed.life for bed in garden.beds[1:]] == [
         ["open", "restore", "close"],
         ["open", "fir", "salt", "elm", "looked", "close"],
@@ -210,7 +210,7 @@ two = Two()
 def test_a_set_of_tools_is_named_like_a_tool():
     assert [one.spec.name for one in tools_at(f"{__name__}:two")] == ["one", "two"]
     assert [one.spec.name for one in tools_at(f"{__name__}:Two")] == ["one", "two"]
-    with pytest.raises(InvalidRequest, match="something among its tools that is none"):
+    with pytest.raises(InvalidRequest, match="returned an object that is not a Tool"):
         tools_at(f"{__name__}:Odd")
 
 

@@ -121,7 +121,7 @@ def test_definitions_are_in_the_order_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "text"), [(["a", "x"], "unknown tool 'x'. Available: a, b"), (["a", "a"], "tool 'a' is named twice")]
+    ("names", "text"), [(["a", "x"], "unknown tool 'x'. Available: a, b"), (["a", "a"], "tool 'a' is listed twice")]
 )
 def test_unknown_and_repeated_names_are_refused(names: list[str], text: str) -> None:
     toolbox = Toolbox([FakeTool(echo, "a"), FakeTool(echo, "b")])
@@ -534,7 +534,7 @@ def test_load_tool_takes_a_tool_or_what_makes_one() -> None:
 @pytest.mark.parametrize(
     ("attribute", "text"),
     [
-        ("NeedsArgument", "nor makes one: TypeError"),
+        ("NeedsArgument", "that returns one: TypeError"),
         ("make_nonsense", "is neither a tool"),
         ("LONG_S", "is neither a tool"),
         ("no_such", "has no attribute 'no_such'"),

@@ -55,7 +55,7 @@ async def test_a_record_beyond_the_bound_is_handed_in_once_without_what_its_traj
         await feeder.is_done.wait()
     large = feeder.records["large/0"]
     assert (large.stop_reason, large.attempt, large.is_complete) == (StopReason.LOOP_FAILED, 0, False)
-    assert "bytes, of at most 3200" in (large.error or "")
+    assert "exceeds the limit of 3200" in (large.error or "")
     assert not large.paths
     assert feeder.records["good/0"].reward == 1.0
     assert feeder.num_refused == 0
@@ -280,7 +280,8 @@ async def test_a_loop_that_ignores_its_deadline_is_abandoned(stubborn):
     bad = task("bad", loop=f"{HERE}:Stubborn", limits=Limits(timeout_s=0.2))
     (found,) = await beside_good_ones(bad, grace_s=0.2)
     assert found.stop_reason is StopReason.DEADLINE
-    assert found.error == "the loop ignored its cancellation for 0.2 s, and was abandoned"
+    assert found.error is not None
+    assert found.error.startswith("the loop ignored its cancellation for 0.2 s and was abandoned")
 
 
 async def test_a_loop_that_ignores_the_clients_cancellation_is_abandoned_and_can_do_no_more(stubborn):
@@ -331,7 +332,7 @@ async def test_threads_that_hang_are_counted_and_bounded():
         assert toolbox.num_abandoned - before == 10
         await scope.run(calls[10:], 1000)
         refused = await scope.run(calls[:5], 1000)
-        assert {result.content for result in refused} == {"Error: too many earlier calls of tools still run"}
+        assert {result.content for result in refused} == {"Error: too many earlier tool calls are still running"}
         RELEASE.set()
         while num_abandoned_threads() > before:
             await asyncio.sleep(0.01)

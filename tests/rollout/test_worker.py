@@ -483,7 +483,7 @@ async def test_a_reward_function_has_the_last_word():
 async def test_what_a_loop_says_wrongly_is_told_and_what_failed_is_not_trainable():
     found = await one(task("bad", **LOOP), "Perhaps 4.", ANSWER)
     assert (found.reward, found.metrics, found.is_complete) == (None, {}, True)
-    assert found.reward_error == "the metric 'num_turns' is finite, not nan"
+    assert found.reward_error == "the metric 'num_turns' must be finite, not nan"
     failed = await one(task("raises", **LOOP), "Perhaps 4.", ANSWER)
     assert (failed.reward, failed.components, failed.metrics) == (None, {}, {"num_turns": 2.0})
     assert not failed.path.is_trainable
@@ -553,7 +553,7 @@ async def test_an_environment_that_was_never_called_scores_too():
     [
         ("raises", "tool 'count': OSError: the disk is full"),
         ("hangs", "tool 'count': no score within 0.1 s"),
-        ("nonsense", "tool 'count': a reward is a number or a Score, not str"),
+        ("nonsense", "tool 'count': the reward must be a number or a Score, not str"),
     ],
 )
 async def test_an_environment_that_cannot_score_loses_no_trajectory(fate: str, problem: str):
@@ -565,13 +565,18 @@ async def test_an_environment_that_cannot_score_loses_no_trajectory(fate: str, p
 
 async def test_a_loop_and_an_environment_must_not_both_give_the_reward():
     found = await with_counter(Counter(), "Perhaps 4.", ANSWER, loop=LOOP["loop"])
-    assert (found.reward, found.reward_error) == (None, "two scores have a reward; let a reward function choose")
+    assert (found.reward, found.reward_error) == (
+        None,
+        "two scores set a reward: add a reward function to the task, which overrides both",
+    )
 
 
 async def test_a_tool_without_a_score_is_told():
     tool = Counter()
     tool.open_session = lambda trajectory_id, seed: calculator
-    assert (await with_counter(tool, "Done.")).reward_error == "tool 'count': a FunctionTool has no score()"
+    assert (await with_counter(tool, "Done.")).reward_error == (
+        "tool 'count': its session FunctionTool has no score(), but the tool sets score_timeout_s"
+    )
 
 
 async def test_a_lost_replica_costs_a_retry_elsewhere():

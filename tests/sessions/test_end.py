@@ -199,7 +199,9 @@ async def test_a_path_that_went_on_after_its_score_is_told(engine):
     await session.call(replace(CHAT, messages=went_on, keys=()), key("b"))
     trajectory = await session.finish()
     assert (trajectory.reward, trajectory.is_complete) == (None, True)
-    assert trajectory.reward_error == f"no path of 1 is '{result.choices[0].node_id}', or ends with it"
+    assert trajectory.reward_error == (
+        f"unknown path '{result.choices[0].node_id}': expected an index below 1 or the id of a path's last turn"
+    )
 
 
 # --- journals that fail -----------------------------------------------------------------------------------

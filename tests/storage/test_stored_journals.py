@@ -201,7 +201,7 @@ async def test_a_coordinator_that_was_shut_out_keeps_and_gives_nothing(home: Sto
 
 
 async def test_a_name_that_is_no_samples_is_refused_and_its_journal_is_over(store: TrajectoryStore) -> None:
-    with pytest.raises(InvalidRequest, match="is no assignment"):
+    with pytest.raises(InvalidRequest, match="invalid assignment id"):
         await store.keep_turns([JournalPart("r", "run", 0, b"x")], [])
     async with worker_of(store) as journal:
         run = await journal.begin(replace(SAMPLE, assignment_id="r"), lambda: b"task")

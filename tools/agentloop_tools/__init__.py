@@ -1,1 +1,1 @@
-"""Tools that ship with the service, one a file. Each file's header says what isolation it gives."""
+"""The service's tools, one per module. Each module docstring describes the isolation that the tool provides."""

@@ -1,7 +1,7 @@
-"""The `calculator` tool: one arithmetic expression of numbers, + - * / // % ** and parentheses.
+"""The `calculator` tool: evaluates one arithmetic expression of numbers, + - * / // % ** and parentheses.
 
-Isolation: the expression is parsed by `ast` and only the node kinds listed here are evaluated, in this process;
-no name, call, attribute or subscript is. Powers and sizes are bounded before they are computed.
+Isolation: `ast` parses the expression, and only the node types listed here are evaluated, in this process; names,
+calls, attributes and subscripts are refused. Powers and sizes are limited before they are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentloop.rollout.tool import tool
 Number = int | float
 
 MAX_EXPRESSION_CHARS = 512
-MAX_BITS = 4096  # of an integer result: about 1,200 digits
+MAX_BITS = 4096  # size of an integer result: about 1,200 digits
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -43,7 +43,7 @@ async def calculator(
 def evaluate(expression: str) -> str:
     """Return the value as text: integers exactly, other numbers with up to 10 significant digits.
 
-    Raises ToolError for what is not arithmetic, a division by zero, or a result beyond the bounds.
+    Raises ToolError for an invalid expression, a division by zero, or a result beyond the limits.
     """
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ToolError(f"expression longer than {MAX_EXPRESSION_CHARS} characters")

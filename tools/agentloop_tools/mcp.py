@@ -1,21 +1,15 @@
-"""Tools of an MCP server: one `Tool` for each that the server lists, over stdio or streamable HTTP.
+"""Tools of an MCP server: one `Tool` per tool that the server lists, over stdio or streamable HTTP.
 
-    files = McpTools(["uvx", "mcp-server-git"], is_shared=False)      # a server process for each trajectory
-    search = McpTools("https://search.example/mcp", names=["search"])  # one connection for all
+    files = McpTools(["uvx", "mcp-server-git"], is_shared=False)      # one server process per trajectory
+    search = McpTools("https://search.example/mcp", names=["search"])  # one connection for all trajectories
 
-Isolation it gives: none of its own; a server is code that the operator chose, and what it answers is text to the
-policy. A stdio server gets the few variables that the SDK passes on and those given as `env`, not the worker's.
+Isolation: none. The operator chooses the server, and the policy reads its results as text. A stdio server receives
+only the environment variables of the SDK and those in `env`, not the worker's.
 
-Ownership: the SDK's tasks run on one event loop in a thread of their own, so that a server which floods us holds up
-no turn. A connection is held by one task there, which enters and leaves it. A shared one that broke is made again,
-at most MAX_CONNECTS times in a round, and after a round that failed calls fail at once for AWAY_S. A trajectory's
-own connection is never made again: the state behind it is gone.
-
-The policy reads `is_error` answers and JSON-RPC errors of the server. It never reads a failure of the transport: a
-call that was refused before it ran (404 of a forgotten session, 429) or whose tool is read-only or idempotent is
-repeated after `Retry-After`, on a new connection where the session is lost. Any other ends its trajectory
-(`ToolLost`), since it may have run. A call that is cancelled or too late leaves its session usable.
-Source: the protocol of 2026-07-28 (SDK 2.3) and older ones.
+The SDK runs on a separate event loop in a thread, so that a server that sends too much data does not delay turns.
+The policy reads results with `is_error` and JSON-RPC errors of the server, but never transport failures: those are
+retried if the call cannot have run twice, or else end the trajectory (`ToolLost`). Protocol: version 2026-07-28
+(SDK 2.3) and earlier.
 """
 
 from __future__ import annotations
@@ -48,19 +42,19 @@ from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line, fi
 from agentloop.rollout.tool import ToolSpec
 from agentloop.types import JSON, RolloutTask
 
-MAX_CONNECTS = 4  # to connect, in one round
-FIRST_PAUSE_S = 0.25  # between two attempts; doubled each time
-AWAY_S = 5.0  # after a round that failed: calls fail at once
-MAX_TOOLS = 512  # of one server
+MAX_CONNECTS = 4  # attempts to connect in one round
+FIRST_PAUSE_S = 0.25  # before the second attempt; doubled for each further one
+AWAY_S = 5.0  # after a failed round, calls fail immediately for this time
+MAX_TOOLS = 512  # per server
 CALL_ATTEMPTS = 3  # attempts of one call
-LEAVE_S = 7.0  # the SDK asks a stdio server to end, then terminates it, then kills it: 2 s each
+LEAVE_S = 7.0  # the SDK closes a stdio server's input, then terminates it, then kills it: 2 s each
 
 _log = structlog.stdlib.get_logger(__name__)
 T = TypeVar("T")
 
 
 class ConnectionBroke(Exception):
-    """The server cannot be reached, went away, or did not answer a call; the message is one line."""
+    """The server is unreachable, closed the connection or did not answer a call. The message is one line."""
 
     def __init__(
         self, message: str, *, was_refused: bool = False, has_session: bool = False, retry_after_s: float = 0.0
@@ -72,13 +66,13 @@ class ConnectionBroke(Exception):
         self.retry_after_s = retry_after_s
 
 
-_FAILED_EXCHANGE, _VERDICT = -32098, -32097  # codes of the JSON-RPC errors that `_StrictClient` makes
+_FAILED_EXCHANGE, _VERDICT = -32098, -32097  # codes of the JSON-RPC errors that `_StrictClient` creates
 
 
 class _StrictClient(httpx2.AsyncClient):
-    """An HTTP client that tells an error of the server (`_VERDICT`) from a failed exchange (`_FAILED_EXCHANGE`).
+    """An HTTP client that separates errors of the server (`_VERDICT`) from failed requests (`_FAILED_EXCHANGE`).
 
-    The SDK gives a proxy's error page, a lost session or an empty body the form of an error of the server.
+    The SDK reports a proxy's error page, a lost session or an empty body as an error of the server.
     """
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
@@ -94,7 +88,7 @@ class _StrictClient(httpx2.AsyncClient):
 
 
 async def _error_of(response: httpx2.Response, call_id: Any) -> dict[str, Any] | None:
-    """Return the JSON-RPC error that stands for this response to a call; None for a result and for a stream."""
+    """Return the JSON-RPC error for a response to a call; None if the response is a result or a stream."""
     status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if status == 200 and kind == "text/event-stream":
         return None
@@ -107,7 +101,7 @@ async def _error_of(response: httpx2.Response, call_id: Any) -> dict[str, Any] |
         if status == 200 and "result" in answer:
             return None
         error = answer.get("error")
-        # From the protocol of 2026 on, the server's verdict on the arguments has status 400.
+        # Since protocol version 2026, the server's error for invalid arguments has status 400.
         if isinstance(error, dict) and (status == 200 or (status == 400 and error.get("code") == INVALID_PARAMS)):
             return {"code": _VERDICT, "message": str(error.get("message"))}
     after = response.headers.get("retry-after")
@@ -119,7 +113,7 @@ async def _error_of(response: httpx2.Response, call_id: Any) -> dict[str, Any] |
 
 
 class McpTools:
-    """A server's tools, as a `ToolSet`: name it among a worker's tools. It is connected to where it is loaded."""
+    """The tools of a server, as a `ToolSet` for a worker's config. It connects when the tools are loaded."""
 
     def __init__(
         self,
@@ -135,19 +129,19 @@ class McpTools:
         max_output_bytes: int = 65_536,
         max_concurrency: int = 64,
     ) -> None:
-        """`server` is a URL or a command line with its arguments; `env` is for the one, `headers` for the other.
+        """`server` is a URL, with optional `headers`, or a command line as a list, with optional `env`.
 
-        Of what it lists only `names` are used, if given; `prefix` goes before each name that the policy sees. If it
-        is not shared, each trajectory has a connection of its own, for all of the tools, opened before its loop.
+        `names` selects some of the listed tools. `prefix` is prepended to the names that the policy sees. If the
+        server is not shared, each trajectory has its own connection for all tools, opened before its loop starts.
         """
         self.server = server
-        self.is_shared = is_shared  # all trajectories use one connection
+        self.is_shared = is_shared  # one connection for all trajectories
         self._names = names
         self._prefix = prefix
         self._env = dict(env or {})
         self._headers = dict(headers or {})
-        self.call_timeout_s = call_timeout_s  # of one call on a connection
-        self.connect_timeout_s = connect_timeout_s  # of one attempt
+        self.call_timeout_s = call_timeout_s  # for one attempt of a call
+        self.connect_timeout_s = connect_timeout_s  # for one attempt to connect
         self._max_output_bytes = max_output_bytes
         self._max_concurrency = max_concurrency
         self._thread: LoopThread | None = None
@@ -156,14 +150,14 @@ class McpTools:
 
     @property
     def label(self) -> str:
-        """The server, for people."""
+        """The URL or command line, for messages."""
         return self.server if isinstance(self.server, str) else " ".join(self.server)
 
     def tools(self) -> Sequence[McpTool]:
-        """Connect to the server and return its tools, or those of `names`; blocks until they are listed.
+        """Connect to the server and return its tools, or those in `names`. Blocks until they are listed.
 
-        A shared server's connection stays open. Raises InvalidRequest with param "tools" if the server cannot be
-        reached, or lacks one of the names.
+        The connection of a shared server stays open. Raises InvalidRequest with param "tools" if the server cannot
+        be reached or does not have one of the names.
         """
         try:
             listed = self._start(self._listed()).result(self._round_s + 2 * self.connect_timeout_s)
@@ -178,13 +172,13 @@ class McpTools:
         return [McpTool(self, tool, self._spec(tool)) for tool in wanted]
 
     def stop(self) -> None:
-        """Let go of the thread and of what runs there. Idempotent."""
+        """Stop the thread and everything that runs in it. Idempotent."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
 
     async def close(self) -> None:
-        """Leave the shared connection. Idempotent."""
+        """Close the shared connection. Idempotent."""
         if self._thread is not None:
             try:
                 await self.run(self._shared.leave())
@@ -192,7 +186,7 @@ class McpTools:
                 self.stop()
 
     def link(self, trajectory_id: str) -> _Link:
-        """Return the connection that a trajectory's tools use, with one more user."""
+        """Return the connection of a trajectory's tools, and count one more user of it."""
         if self.is_shared:
             return self._shared
         link = self._own.setdefault(trajectory_id, _Link(self))
@@ -200,7 +194,7 @@ class McpTools:
         return link
 
     async def let_go(self, trajectory_id: str, link: _Link) -> None:
-        """Take a user off a trajectory's connection, which is left with the last one."""
+        """Remove a user of a trajectory's connection. The last one closes it."""
         link.num_users -= 1
         if not self.is_shared and link.num_users == 0:
             if self._own.get(trajectory_id) is link:
@@ -208,12 +202,12 @@ class McpTools:
             await self.run(link.leave())
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread's loop; a cancellation reaches it."""
+        """Run a coroutine on the thread's event loop. A cancellation is passed on to it."""
         return await asyncio.wrap_future(self._start(work))
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
-        """Connect. What it raises on the way in or out is the SDK's."""
+        """Connect to the server. Raises the SDK's errors."""
         async with AsyncExitStack() as stack:
             if isinstance(self.server, str):
                 timeout = httpx2.Timeout(self.connect_timeout_s, read=None)
@@ -231,7 +225,7 @@ class McpTools:
 
     @property
     def _round_s(self) -> float:
-        """Seconds that a round of attempts to connect takes at most."""
+        """The maximum seconds of a round of attempts to connect."""
         return float(MAX_CONNECTS * (self.connect_timeout_s + FIRST_PAUSE_S * 2**MAX_CONNECTS))
 
     async def _listed(self) -> list[ListedTool]:
@@ -245,18 +239,18 @@ class McpTools:
                     cursor = page.next_cursor
                     if cursor is None:
                         return found
-            raise ConnectionBroke(f"it lists more than {MAX_TOOLS} tools")
+            raise ConnectionBroke(f"it lists more than the maximum of {MAX_TOOLS} tools")
         finally:
             if not self.is_shared:
                 await link.leave()
 
     def _spec(self, tool: ListedTool) -> ToolSpec:
-        beside_s = self._round_s if self.is_shared else 0.0  # to connect again, and to call again
+        reconnect_s = self._round_s if self.is_shared else 0.0
         return ToolSpec(
             name=self._prefix + tool.name,
             description=tool.description or "",
             parameters=tool.input_schema,
-            timeout_s=2 * self.call_timeout_s + beside_s + 5.0,
+            timeout_s=2 * self.call_timeout_s + reconnect_s + 5.0,
             max_output_bytes=self._max_output_bytes,
             max_concurrency=self._max_concurrency,
             has_state=not self.is_shared,
@@ -287,7 +281,7 @@ class McpTool:
 
 
 class McpSession:
-    """One trajectory's use of one tool. All sessions of a trajectory on one server have one connection."""
+    """One trajectory's session of one tool. A trajectory's sessions of one server share a connection."""
 
     def __init__(self, server: McpTools, tool: McpTool, trajectory_id: str) -> None:
         self._server = server
@@ -296,7 +290,7 @@ class McpSession:
         self._link = server.link(trajectory_id)
 
     async def open(self, task: RolloutTask) -> None:
-        """Connect, unless another of the server's tools has."""
+        """Connect, unless a session of another tool has already connected. Raises ToolLost."""
         try:
             await self._server.run(self._link.connected())
         except ConnectionBroke as error:
@@ -314,7 +308,7 @@ class McpSession:
                 result = await self._link.call(self._tool.listed_name, arguments)
                 break
             except ConnectionBroke as error:
-                # Repeat only what did not run or may run twice, and never on a session whose state is lost.
+                # Retry only calls that did not run or that may run twice, and never after the state was lost.
                 may_repeat = error.was_refused or (self._tool.can_repeat and attempt == 1)
                 has_state = self._server.is_shared or error.has_session
                 is_soon = error.retry_after_s <= self._server.call_timeout_s
@@ -328,7 +322,11 @@ class McpSession:
 
 
 class _Link:
-    """A connection that is made when it is needed. All of it runs on the thread's loop, but the count of users."""
+    """A connection that is opened on first use.
+
+    A broken shared connection is reopened. A trajectory's own connection is not, because its state is lost. All
+    methods run on the thread's event loop; `num_users` belongs to the worker's.
+    """
 
     def __init__(self, server: McpTools) -> None:
         self.num_users = 0
@@ -341,7 +339,7 @@ class _Link:
         self._away_until, self._reason = 0.0, ""
 
     async def connected(self) -> Client:
-        """Return the client; whoever comes first connects. Raises ConnectionBroke."""
+        """Return the client; the first caller connects. Raises ConnectionBroke."""
         self._turn = self._turn or asyncio.Lock()
         async with self._turn:
             if self._client is not None and self._holder is not None and not self._holder.done():
@@ -349,13 +347,13 @@ class _Link:
             if self._is_left:
                 raise ConnectionBroke("the connection was closed")
             if not self._server.is_shared and self._was_made:
-                raise ConnectionBroke("the trajectory's connection is gone, and its state with it")
+                raise ConnectionBroke("the trajectory's connection is lost, including its state")
             if time.monotonic() < self._away_until:
                 raise ConnectionBroke(self._reason)
             return await self._round()
 
     async def call(self, name: str, arguments: dict[str, JSON]) -> CallToolResult:
-        """Call a tool. Raises ConnectionBroke, and ToolError where the call alone failed."""
+        """Call a tool. Raises ConnectionBroke, and ToolError if only the call failed."""
         client = await self.connected()
         assert self._holder is not None, "connected"
         calling = asyncio.create_task(client.call_tool(name, arguments), name=f"mcp {name}")
@@ -368,33 +366,33 @@ class _Link:
                 return calling.result()
             if not done:
                 raise ToolError(f"timed out after {self._server.call_timeout_s:g} s")
-            raise ConnectionBroke("the server went away during a call")
+            raise ConnectionBroke("the server closed the connection during a call")
         except MCPError as error:
             if error.code == _FAILED_EXCHANGE:
                 failure = ConnectionBroke(error.message, **error.data)
                 if not failure.has_session:
                     await self._drop(client)
                 raise failure from error
-            # The SDK reports a stream that breaks off or cannot be parsed as an error of the server, too.
+            # The SDK also reports an interrupted or invalid stream as an error of the server.
             if error.code not in (CONNECTION_CLOSED, PARSE_ERROR):
                 raise ToolError(_line(error)) from error
             await self._drop(client)
-            raise ConnectionBroke("the server went away during a call") from error
+            raise ConnectionBroke("the server closed the connection during a call") from error
         except (OSError, httpx2.HTTPError, ExceptionGroup) as error:
             await self._drop(client)
             raise ConnectionBroke(_line(error)) from error
         except ValidationError as error:
-            raise ToolError("the server's answer is not of the protocol") from error
+            raise ToolError("the server's response violates the MCP protocol") from error
         finally:
             calling.cancel()
 
     async def leave(self) -> None:
-        """Close the connection; it is not made again. Idempotent."""
+        """Close the connection permanently. Idempotent."""
         self._is_left = True
         await self._drop(self._client)
 
     async def _round(self) -> Client:
-        """Try to connect a few times; a trajectory's own connection once, within its deadline."""
+        """Connect, with retries for a shared server. A trajectory's own connection has one attempt."""
         pause_s, problem = FIRST_PAUSE_S, ""
         for attempt in range(MAX_CONNECTS if self._server.is_shared else 1):
             if attempt:
@@ -423,18 +421,18 @@ class _Link:
             return ready.result()
         problem = f"no connection within {self._server.connect_timeout_s:g} s"
         if holder.done() and not holder.cancelled():
-            problem = _line(holder.exception() or ConnectionBroke("it hung up"))
+            problem = _line(holder.exception() or ConnectionBroke("the server closed the connection"))
         holder.cancel()
         raise ConnectionBroke(problem)
 
     async def _hold(self, ready: asyncio.Future[Client], leaving: asyncio.Event) -> None:
-        """Keep the connection open until it is to be left: the task that entered it must leave it."""
+        """Keep the connection open until `leaving` is set. The task that entered the SDK's context must exit it."""
         async with self._server.client() as client:
             ready.set_result(client)
             await leaving.wait()
 
     async def _drop(self, client: Client | None) -> None:
-        """Close the connection of `client`, unless another call has replaced it already."""
+        """Close the connection of `client`, unless another call has already replaced it."""
         if client is not self._client:
             return
         holder, self._client = self._holder, None
@@ -449,7 +447,7 @@ class _Link:
 
 
 def shown(result: CallToolResult) -> str:
-    """Return an answer as text. A tool answers the policy in text, so images and sounds are named, not shown."""
+    """Return a result as text. Images and sounds are only mentioned, because tool results are text."""
     texts = []
     for block in result.content:
         if isinstance(block, TextContent):
@@ -457,14 +455,14 @@ def shown(result: CallToolResult) -> str:
         elif isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
             texts.append(block.resource.text)
         else:
-            what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or ""
-            texts.append(f"[{block.type} {what} is not shown: a tool's answer is text]".replace("  ", " "))
+            kind = getattr(block, "mime_type", None) or getattr(block, "uri", None) or ""
+            texts.append(f"[{block.type} {kind} is not shown: a tool's answer is text]".replace("  ", " "))
     if not texts and result.structured_content is not None:
         return orjson.dumps(result.structured_content).decode()
     return "\n".join(texts)
 
 
 def _line(error: BaseException) -> str:
-    """Return one line about what is at the bottom of an error: the SDK wraps them in groups."""
+    """Return one line for the first cause of an error. The SDK wraps errors in exception groups."""
     error = first_cause(error)
     return str(error) if isinstance(error, ConnectionBroke) else error_line(error)

@@ -1,19 +1,17 @@
-"""The `python` tool: code runs in pydantic-monty, a Python interpreter of its own in a worker process.
+"""The `python` tool: runs code in pydantic-monty, a separate Python interpreter, in a worker process.
 
-Isolation it gives: no CPython, no C extensions, no imports but monty's own modules; no files, network, processes,
-environment or arguments; each call in a separate process under limits of execution time, memory, recursion and
-output, which is killed and replaced when it overruns or crashes. Code that hides from the limit inside one long
-operation is killed by the pool a grace period later. The host never converts a value that code computed (shared
-references would let a small one expand without end): the value is rendered in the sandbox, as printed text.
+Isolation: no CPython, no C extensions, no imports except monty's modules; no files, network, processes, environment
+or arguments. Each call runs in a process with limits on execution time, memory, recursion and output; the process
+is killed and replaced if it exceeds a limit or crashes. The host does not convert computed values, because shared
+references could expand a small value without limit: values are rendered as text in the sandbox.
 
-Isolation it does not give: the worker process has the service's user and shares its kernel, with no namespace or
-seccomp filter around it, so a memory-safety bug in the interpreter is not contained. Time of the host's cores is
-bounded a call, not reserved. CPython parses the source here (16 KiB at most) to find its last expression and its
-exits; nothing of it is executed here.
+Not isolated: the worker process has the service's user and kernel, without namespaces or a seccomp filter, so a
+memory-safety bug in the interpreter is not contained. CPython parses the source in this process (at most 16 KiB),
+but does not execute it.
 
-State: between calls a trajectory holds no process, only its variables, serialised (1 MiB at most). A call that
-overruns a limit leaves them as they were before it; one that raises keeps what it changed. Randomness starts from
-the trajectory's seed, the clock stands still and sleeps return at once, so the same calls give the same answers.
+State: between calls a trajectory has no process, only its serialized variables (at most 1 MiB). A call that exceeds
+a limit does not change them; a call that raises keeps its changes. The random seed is the trajectory's, the clock
+is constant and sleeps return immediately, so that equal calls have equal results.
 """
 
 from __future__ import annotations
@@ -54,10 +52,10 @@ MAX_STATE_BYTES = 1 << 20
 _CLOCK = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 _MAX_RAISED_CHARS = 300
 _PRINT = "_print_of_the_tool"  # a trajectory's first variable
-# Escapes other than of a quote, a backslash or a line end do not matter to where expressions end, and a wrong one
-# (as in "\d") would make the parser warn on the service's behalf.
+# Only escapes of quotes, backslashes and line ends affect where expressions end. The others are replaced, because
+# the parser would log a warning for an invalid one, such as "\d".
 _ESCAPE = re.compile(r"(\\[\\\"'\r\n])|\\")
-_KILL_GRACE_S = 1.0  # beyond the time limit, before the pool kills a worker that did not stop by itself
+_KILL_GRACE_S = 1.0  # after the time limit, until the pool kills a worker that did not stop
 
 
 def _signature(
@@ -71,7 +69,7 @@ _ARGUMENTS = arguments_model(_signature)
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The outcome of one run: its answer, or the error it raised, and the variables after it."""
+    """The outcome of one run: the text or the error, and the variables after it."""
 
     text: str
     error: str | None
@@ -79,11 +77,10 @@ class _Run:
 
 
 class PythonTool:
-    """The tool; owns the worker processes, which start with the first call.
+    """The `python` tool. It owns the worker processes, which start with the first call.
 
-    `max_run_s` limits a call's execution, `max_memory_bytes` its heap. Workers are driven through the
-    synchronous API from threads: after a worker was killed, the asynchronous one can abort this process at its
-    exit (seen with 1.4.0).
+    `max_run_s` limits the execution time of a call, `max_memory_bytes` its heap. Threads use monty's synchronous
+    API: after a worker was killed, the asynchronous API can abort this process at its exit (observed with 1.4.0).
     """
 
     def __init__(
@@ -94,8 +91,8 @@ class PythonTool:
         self._max_run_s = max_run_s
         self._max_memory_bytes = max_memory_bytes
         max_call_s = max_run_s + _KILL_GRACE_S
-        # Four calls may be under way for each worker: one runs, the others wait for it, or for their own
-        # trajectory's earlier call. The timeout has room for all of them to overrun.
+        # Up to four calls per worker are in progress: one runs, the others wait for it or for an earlier call of
+        # their trajectory. The timeout is sufficient even if all of them exceed their limits.
         self._spec = ToolSpec(
             name="python",
             description=_signature.__doc__ or "",
@@ -123,7 +120,7 @@ class PythonTool:
         return PythonSession(self, seed)
 
     async def close(self) -> None:
-        """Stop the workers, after the calls that run (each ends within its limits). Idempotent."""
+        """Stop the workers after the running calls, each of which ends within its limits. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -131,9 +128,9 @@ class PythonTool:
         self._threads.shutdown(wait=False)
 
     async def run(self, code: str, state: bytes | None, seed: int) -> _Run:
-        """Run code on the variables in `state` (None: on none).
+        """Run code with the variables in `state` (None: without variables).
 
-        Raises ToolError if a limit stopped it; what the code itself raised is in the answer.
+        Raises ToolError if a limit stopped it. An exception of the code itself is in `_Run.error`.
         """
         if self._is_closed:
             raise ToolError("the python tool is closed")
@@ -152,7 +149,7 @@ class PythonTool:
 
     def _run(self, code: str, state: bytes | None, seed: int) -> _Run:
         self._start()
-        marker = f"\0{secrets.token_hex(16)}\0"  # the code cannot know it, so it cannot forge a value
+        marker = f"\0{secrets.token_hex(16)}\0"  # unknown to the code, so that it cannot forge a value
         source = with_value_printed(with_exit_texts(code), marker)
         output = CollectString(max_bytes=MAX_PRINTED_BYTES)
         error, last_words = None, ""
@@ -161,7 +158,7 @@ class PythonTool:
                 if state is not None:
                     session.load_session(state)
                 else:
-                    _drive(session, f"{_PRINT} = print", output)  # what code binds to `print` later is its own
+                    _drive(session, f"{_PRINT} = print", output)  # saved before the code can rebind `print`
                 started_s = time.monotonic()
                 try:
                     _drive(session, source, output)
@@ -191,9 +188,9 @@ class PythonTool:
         )
 
     def _refuse_overrun(self, raised: MontyError, elapsed_s: float) -> None:
-        """Raise ToolError if a limit stopped the code, which leaves an interpreter that must not go on.
+        """Raise ToolError if a limit stopped the code, after which the interpreter must not be used.
 
-        Our own words, since monty's hold the measured time and size, which differ from run to run.
+        Monty's own messages contain the measured time and size, which differ between runs.
         """
         inner = raised.exception()
         if isinstance(inner, TimeoutError) and elapsed_s >= self._max_run_s:
@@ -207,7 +204,7 @@ class PythonTool:
 
 
 class PythonSession:
-    """One trajectory's variables. Calls of one turn run one after the other, in the order they were made."""
+    """One trajectory's variables. Its calls run one at a time, in call order."""
 
     def __init__(self, tool: PythonTool, seed: int) -> None:
         self._tool = tool
@@ -227,11 +224,11 @@ class PythonSession:
         return run.text
 
     async def snapshot(self) -> bytes:
-        """Return the variables as the interpreter dumps them; empty: there are none."""
+        """Return the variables in the interpreter's serialization; empty without variables."""
         return self._state or b""
 
     async def restore(self, state: bytes) -> None:
-        """Go on with the variables of another session."""
+        """Replace the variables by those of another session."""
         self._state = state or None
 
     async def close(self) -> None:
@@ -239,9 +236,9 @@ class PythonSession:
 
 
 def with_value_printed(code: str, marker: str) -> str:
-    """Change code to print `marker` and the repr of its last statement's value, if that is an expression.
+    """Change code to print `marker` and the repr of its last statement, if that is an expression other than None.
 
-    None prints nothing. Code that CPython cannot parse comes back as it is: monty then says what is wrong.
+    Code that CPython cannot parse is returned unchanged, so that monty reports the error.
     """
     body = _parsed(code).body
     if not body or not isinstance(last := body[-1], ast.Expr):
@@ -254,25 +251,25 @@ def with_value_printed(code: str, marker: str) -> str:
 
 
 def with_exit_texts(code: str) -> str:
-    """Change code to give `SystemExit` texts: monty's exceptions take nothing else."""
-    given: list[ast.expr] = []
+    """Change code to pass text to `SystemExit`, because monty's exceptions accept only text."""
+    arguments: list[ast.expr] = []
     for node in ast.walk(_parsed(code)) if SystemExit.__name__ in code else ():
         match node:
-            case ast.Call(func=ast.Name(id="SystemExit"), args=[one], keywords=[]):
-                given.append(one)
-    if not given:
+            case ast.Call(func=ast.Name(id="SystemExit"), args=[argument], keywords=[]):
+                arguments.append(argument)
+    if not arguments:
         return code
     data = code.encode()
     starts = [0, *itertools.accumulate(map(len, data.splitlines(keepends=True)))]
-    inserts = [(starts[one.lineno - 1] + one.col_offset, b"(lambda code: f'{code}')(") for one in given]
-    inserts += [(starts[(one.end_lineno or 1) - 1] + (one.end_col_offset or 0), b")") for one in given]
-    for place, text in sorted(inserts, reverse=True):
-        data = data[:place] + text + data[place:]
+    inserts = [(starts[each.lineno - 1] + each.col_offset, b"(lambda code: f'{code}')(") for each in arguments]
+    inserts += [(starts[(each.end_lineno or 1) - 1] + (each.end_col_offset or 0), b")") for each in arguments]
+    for offset, text in sorted(inserts, reverse=True):
+        data = data[:offset] + text + data[offset:]
     return data.decode()
 
 
 def _exit_words(code: str) -> str:
-    """Return what Python leaves behind when it exits with this code: nothing where all is well."""
+    """Return the text for an exit code, like Python prints it; empty for success."""
     if code in ("", "0", "None", "False"):
         return ""
     is_number = code.removeprefix("-").isdecimal()
@@ -280,7 +277,7 @@ def _exit_words(code: str) -> str:
 
 
 def _parsed(code: str) -> ast.Module:
-    """Parse code; what CPython cannot parse is as nothing."""
+    """Parse code. Returns an empty module if CPython cannot parse it."""
     try:
         return ast.parse(_ESCAPE.sub(lambda escape: escape[1] or "_", code))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -288,10 +285,10 @@ def _parsed(code: str) -> ast.Module:
 
 
 def _drive(session: MontySession, source: str, output: CollectString) -> None:
-    """Run to the end. The result object's `output` is not touched: reading it would convert the value."""
+    """Run to the end. Do not read the result object's `output`: that would convert the value in this process."""
     step = session.feed_start(source, print_callback=output)
     while not isinstance(step, MontyComplete):
-        step = step.resume_auto()  # a missing name or a file: refused, as no host object is on offer
+        step = step.resume_auto()  # refuse access to a missing name or a file: there are no host objects
 
 
 def _one_line(text: str) -> str:

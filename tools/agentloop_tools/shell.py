@@ -1,16 +1,13 @@
-"""The `shell` tool: commands in a sandbox for each trajectory, which its reward can look at.
+"""The `shell` tool: runs commands in a sandbox per trajectory, which the reward function can use too.
 
-Isolation and its limits: those of its `Sandboxes`, by default `sandbox/bubblewrap.py`. On a host that cannot
-isolate commands its construction fails with the reason, which `agentloop doctor` shows too. So it is no default
-tool: a config enables it with `workers.tools: {shell: shell}`.
+Isolation: that of its `Sandboxes`, by default `sandbox/bubblewrap.py`. On a host that cannot isolate commands, the
+constructor raises an error with the reason, which `agentloop doctor` also shows. Therefore it is not a default
+tool; enable it with `workers.tools: {shell: shell}`.
 
-State: a folder, `/task`, and the session of a shell: its current folder, its exported variables, processes in the
-background. The folder begins with the task's files (`tool_setup: {"shell": {...}}`, see ShellSetup). A
-trajectory whose worker died continues with its folder as it was after its last turn, if that is no more than
-MAX_STATE_BYTES as a tar file, and with a new session.
-
-A reward function with a parameter `tools` finds the ShellSession there: `grade` runs a hidden test in a copy of the
-sandbox, where nothing that the policy wrote runs before the test.
+State: the folder `/task` and a shell session (current folder, exported variables, background processes). The folder
+initially contains the task's files (`tool_setup: {"shell": {...}}`, see ShellSetup). After the loss of its worker,
+a trajectory resumes with the folder after its last turn, if its tar file has at most MAX_STATE_BYTES, and a new
+session.
 """
 
 from __future__ import annotations
@@ -36,10 +33,10 @@ from agentloop_tools.sandbox.port import (
     SandboxSource,
 )
 
-MAX_STATE_BYTES = 1 << 20  # of a folder that can be carried to another worker
+MAX_STATE_BYTES = 1 << 20  # size of a folder that can move to another worker
 MAX_COMMAND_BYTES = 16_384
 MAX_PATH_CHARS = 512
-_CALLS_AT_ONCE = 8  # of one trajectory: they run one after the other
+_CALLS_AT_ONCE = 8  # concurrent calls of one trajectory that the timeout allows for; they run one at a time
 
 
 _DESCRIPTION = (
@@ -48,7 +45,7 @@ _DESCRIPTION = (
 )
 
 
-class _Arguments(BaseModel):  # a docstring would be in the schema
+class _Arguments(BaseModel):  # without a docstring, which would be in the schema
     model_config = ConfigDict(extra="forbid")
 
     command: str = Field(
@@ -63,12 +60,12 @@ class ShellSetup(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     files: dict[str, str] = {}  # text by path within the folder
-    image: str | None = None  # one that the tool's `images` allow
-    command: str | None = None  # that is run before the policy's first; the task is invalid if it fails
+    image: str | None = None  # must match the tool's `images`
+    command: str | None = None  # run before the policy's first command; the task is invalid if it fails
 
 
 class ShellTool:
-    """The tool; owns its sandboxes."""
+    """The `shell` tool. It owns its sandboxes."""
 
     def __init__(
         self,
@@ -81,10 +78,11 @@ class ShellTool:
         max_concurrency: int = 16,
         open_timeout_s: float = 60.0,
     ) -> None:
-        """`image` is the software of sandboxes whose task names none of `images`, which are patterns (`fnmatch`).
+        """`image` is the default image. Tasks may select images that match a pattern in `images` (`fnmatch`).
 
-        `sandboxes` may be a registered name or an import path of a maker without arguments. Raises InvalidRequest,
-        with param "tools", where the host cannot isolate commands."""
+        `sandboxes` may also be a registered name or the import path of a function without arguments. Raises
+        InvalidRequest with param "tools" if the host cannot isolate commands.
+        """
         self._limits = limits
         self._sandboxes: Sandboxes = (
             parts.find(parts.SANDBOXES, sandboxes, param="tools")() if isinstance(sandboxes, str) else sandboxes
@@ -110,14 +108,23 @@ class ShellTool:
         await self._sandboxes.close()
 
     async def new_sandbox(self, image: str | None) -> Sandbox:
-        """Make a trajectory's sandbox. Raises InvalidRequest for an image that no task may name, or ToolLost."""
-        if image is not None and (".." in image or not any(fnmatchcase(image, one) for one in self._images)):
-            raise InvalidRequest(f"image {image[:80]!r} is none of those that a task may name")
+        """Create a trajectory's sandbox.
+
+        Raises InvalidRequest for an image that tasks must not use, and ToolLost.
+        """
+        if image is not None and (
+            ".." in image or not any(fnmatchcase(image, allowed) for allowed in self._images)
+        ):
+            raise InvalidRequest(f"image {image[:80]!r} is not allowed: it matches none of {list(self._images)}")
         return await self._sandboxes.create(SandboxSource(image=image or self._image), self._limits)
 
 
 class ShellSession:
-    """One trajectory's sandbox. Its commands run one after the other, in the order they were made."""
+    """One trajectory's sandbox. Its commands run one at a time, in call order.
+
+    A reward function with a parameter `tools` receives it by the tool's name. `grade` runs a hidden test in a copy
+    of the sandbox, in which no code of the policy runs before the test.
+    """
 
     def __init__(self, tool: ShellTool) -> None:
         self._tool = tool
@@ -125,13 +132,13 @@ class ShellSession:
 
     @property
     def sandbox(self) -> Sandbox:
-        """The sandbox. Raises ToolError if there is none."""
+        """The sandbox. Raises ToolError if it is not open."""
         if self._sandbox is None:
             raise ToolError("the shell is not open")
         return self._sandbox
 
     async def open(self, task: RolloutTask) -> None:
-        """Make the sandbox, with what the task brings. Raises InvalidRequest for what cannot be there."""
+        """Create the sandbox with the task's image and files. Raises InvalidRequest for an invalid setup."""
         try:
             setup = ShellSetup.model_validate(task.tool_setup.get(self._tool.spec.name) or {})
         except ValidationError as error:
@@ -140,7 +147,7 @@ class ShellSession:
         for path in setup.files:
             parts = PurePosixPath(path).parts
             if not parts or path.startswith("/") or ".." in parts or "\0" in path or len(path) > MAX_PATH_CHARS:
-                raise InvalidRequest(f"{path[:80]!r} is no path within the folder")
+                raise InvalidRequest(f"{path[:80]!r} is not a relative path within {FOLDER}")
         self._sandbox = await self._tool.new_sandbox(setup.image)
         try:
             if setup.files:
@@ -153,7 +160,7 @@ class ShellSession:
     async def call(self, arguments: Mapping[str, JSON]) -> str:
         command = validated(_Arguments, arguments)["command"]
         if len(command.encode(errors="replace")) > MAX_COMMAND_BYTES:
-            raise ToolError(f"a command has at most {MAX_COMMAND_BYTES} bytes")
+            raise ToolError(f"the command is longer than {MAX_COMMAND_BYTES} bytes")
         ran = await self.sandbox.exec(command)
         text = ran.output.decode(errors="replace").removesuffix("\n")
         cut = f"...[{ran.num_cut_bytes} bytes more]" if ran.num_cut_bytes else ""
@@ -165,15 +172,15 @@ class ShellSession:
     async def grade(
         self, command: str, files: Mapping[str, bytes | str] | None = None, limits: SandboxLimits | None = None
     ) -> Grade:
-        """Run a hidden test in a copy of the sandbox, for a reward: see `sandbox/grading.py`."""
+        """Run a hidden test in a copy of the sandbox, for a reward. See `sandbox/grading.py`."""
         return await grade(self.sandbox, command, files, limits)
 
     async def snapshot(self) -> bytes:
-        """Return the folder as a tar file. Raises ToolError if that is too long."""
+        """Return the folder as a tar file. Raises ToolError if it has more than MAX_STATE_BYTES."""
         return await self.sandbox.get_tar(MAX_STATE_BYTES)
 
     async def restore(self, state: bytes) -> None:
-        """Replace the folder's content by that of a tar file."""
+        """Replace the folder's content by the content of a tar file."""
         answer(await self.sandbox.exec(f"find {FOLDER} -mindepth 1 -delete"))
         await self.sandbox.put_tar(state)
 

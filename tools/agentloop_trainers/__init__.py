@@ -1,8 +1,7 @@
-"""The way from the service to a trainer: rows of finished groups, and adapters to trainers people use.
+"""Adapters between the service and trainers: rows of finished groups for training, and weight pushes.
 
-Every adapter uses `batches`; `agentloop.values.mismatch` compares recorded logprobs with the trainer's own.
-`trl` and `verl` are the adapters, imported by name because each needs its trainer installed. Nothing here samples
-or keeps weights: the service does.
+All adapters use `batches`. `agentloop.values.mismatch` compares recorded logprobs with the trainer's. The modules
+`trl` and `verl` are imported explicitly, because each needs its trainer installed. The service does all sampling.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Rows for a trainer, from the finished trajectories of one group: ids, mask, logprobs, versions and an advantage.
+"""Training rows of a group's finished trajectories: token ids, loss mask, logprobs, versions and advantages.
 
-A row is one token path. A trajectory whose history forked is several rows of its group, and every sampled token is
-in the mask of at most one of them. A trajectory without a reward (the service or its surroundings failed, the
-client cancelled it, or a weight update overtook it) gives no row and is not in the baseline: it says nothing of the
-policy.
+A row is one token path. A trajectory with branches has several rows, and every sampled token is in the mask of at
+most one of them. A trajectory without a reward (a failure of the infrastructure, a cancellation, or too much
+staleness) has no row and does not count for the baseline, because it does not measure the policy.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ import numpy as np
 from agentloop.types import BoolArray, FloatArray, IntArray, TokenPath, Trajectory
 
 NO_VERSION = -1
-"""The version, in `TrainingRow.versions`, of a token that no policy sampled."""
+"""The value in `TrainingRow.versions` for tokens that were not sampled."""
 
 _STD_FLOOR = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
-    """One token path of a scored trajectory. Arrays run over prompt and response together and have one length.
+    """One token path of a scored trajectory. All arrays have shape (prompt and response tokens,).
 
-    `mask` is true where a token is trained. `logprobs` (nats) are under the policy that sampled the token, and 0
-    where none did. `versions` holds the weight version each token was sampled under.
+    `mask` is True for trained tokens. `logprobs` (nats) are those of the policy that sampled the token, and 0 for
+    tokens that were not sampled. `versions` are the weight versions that sampled the tokens.
     """
 
     group_id: str
     task_id: str
     sample_index: int
-    place: int  # of the path in its trajectory
+    place: int  # index of the path in its trajectory
     num_prompt: int
     input_ids: IntArray
     mask: BoolArray
@@ -54,37 +53,38 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
-    """Sums over the trajectories of a group, from which a trainer's log makes its rates.
+    """Sums over the trajectories of a group, from which a trainer computes rates for its log.
 
-    `num_wasted_tokens` were sampled and are in no row: of failed trajectories, too old, or untrainable.
+    `num_wasted_tokens` is the number of sampled tokens without a row, because their trajectory failed, or because
+    they are too stale or untrainable.
     """
 
     num_trajectories: int
     num_scored: int
-    num_succeeded: int  # scored above 0
+    num_succeeded: int  # scored, with a reward above 0
     num_mixed: int  # scored, with trained tokens of several weight versions
-    num_truncated: int  # scored, and cut by a limit
-    num_stale_attempts: int  # attempts before these that were dropped for their age
+    num_truncated: int  # scored, and truncated by a limit
+    num_stale_attempts: int  # earlier attempts that were dropped for staleness
     reward_sum: float
-    reward_std: float  # over the scored ones
-    staleness_sum: int  # over the scored ones, when each ended
+    reward_std: float  # over the scored trajectories
+    staleness_sum: int  # over the scored trajectories, each at its end
     staleness_max: int
     num_sampled_tokens: int
     num_wasted_tokens: int
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Return True if a trajectory may be trained on: the policy or a limit of its task ended it with a reward."""
+    """Return True if a trajectory can be used for training: it ended regularly or at a limit, and has a reward."""
     return trajectory.is_sound and trajectory.reward is not None
 
 
 def group_rows(trajectories: Sequence[Trajectory], *, divides_by_std: bool = False) -> list[TrainingRow]:
     """Return the rows of one group, in the order of its trajectories and their paths.
 
-    A path's advantage is its reward (`Trajectory.reward_of`) less the mean of the scored trajectories' rewards, as
-    in GRPO; with `divides_by_std` also divided by their standard deviation, as DeepSeekMath (arXiv:2402.03300) has
-    it and Dr. GRPO (arXiv:2503.20783) has not. Paths that are not trainable, that nobody scored, or whose mask is
-    empty are left out.
+    The advantage of a path is its reward (`Trajectory.reward_of`) minus the mean reward of the scored trajectories,
+    as in GRPO. With `divides_by_std` it is divided by their standard deviation, as in DeepSeekMath
+    (arXiv:2402.03300) but not in Dr. GRPO (arXiv:2503.20783). Paths without a reward, with an empty mask, or not
+    trainable are omitted.
     """
     scored = [trajectory for trajectory in trajectories if is_scored(trajectory)]
     if not scored:
@@ -102,7 +102,7 @@ def group_rows(trajectories: Sequence[Trajectory], *, divides_by_std: bool = Fal
 
 
 def count_group(trajectories: Sequence[Trajectory], rows: Sequence[TrainingRow]) -> GroupCounts:
-    """Return the sums over a group's trajectories, of which `group_rows` made `rows`."""
+    """Return the sums over a group's trajectories. `rows` are the result of `group_rows`."""
     scored = [trajectory for trajectory in trajectories if is_scored(trajectory)]
     rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
     staleness = [trajectory.staleness or 0 for trajectory in scored]
@@ -124,7 +124,7 @@ def count_group(trajectories: Sequence[Trajectory], rows: Sequence[TrainingRow])
 
 
 def versions_of(path: TokenPath) -> IntArray:
-    """Return the weight version of every token of prompt and response; NO_VERSION where none was sampled."""
+    """Return the weight version of every prompt and response token; NO_VERSION for tokens that were not sampled."""
     num_prompt = len(path.prompt_ids)
     versions = np.full(num_prompt + len(path.response_ids), NO_VERSION, np.int32)
     for span in path.weight_versions:

@@ -1,9 +1,8 @@
-"""A service as the threads of a training process use it: calls that block, pushes that number themselves, and the
-reason why nothing comes.
+"""A blocking interface to the service for the threads of a training process.
 
-A trainer is not asynchronous. The link owns one event loop in one daemon thread, and the client that lives on it.
-Weight versions are the service's: a push brings the next one after what the fleet serves, so that a trainer which
-starts again goes on counting. One process pushes to a service at a time.
+The link owns an event loop in a daemon thread, and a client on that loop. A push uses the version after the one
+that the fleet serves, so that a restarted trainer continues the service's version numbers. Only one process may
+push to a service at a time.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest
 
 T = TypeVar("T")
 
-_CALL_GRACE_S = 150.0  # beyond a call's own time: the client's repeats are over by then
+_CALL_GRACE_S = 150.0  # added to a call's own timeout: longer than the client's retries
 _STATUS_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 10.0
-_MAX_NAMED = 6  # sentences of what is degraded: more are counted
+_MAX_NAMED = 6  # sentences of `ServiceStatus.degraded` in a message; further ones are counted
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class ServiceLink:
-    """One service, from any thread of this process. `open` before the first call; `close` lets go of it.
+    """A connection to one service for all threads of this process. Call `open` first, and `close` at the end.
 
-    A push that is not through after `push_timeout_s` fails. Engines fetch tensors from `listen_host`, as
-    `RolloutClient` says; so are the keys its.
+    `push_timeout_s` is the timeout of a push. `api_key`, `admin_key` and `listen_host` are those of
+    `RolloutClient`.
     """
 
     def __init__(
@@ -48,17 +47,17 @@ class ServiceLink:
     ) -> None:
         self.url = url
         self.version: int | None = None
-        """The version that the last push of this process brought."""
+        """The version of this process's last push."""
         self.last_push: UpdateReport | None = None
         self._keys = (api_key, admin_key)
         self._listen_host = listen_host
         self._push_timeout_s = push_timeout_s
-        self._lock = threading.Lock()  # over the next two
+        self._lock = threading.Lock()  # guards `_thread` and `_client`
         self._thread: LoopThread | None = None
         self._client: RolloutClient | None = None
 
     def open(self) -> None:
-        """Connect. Idempotent; does not wait for the service."""
+        """Create the connection, without waiting for the service. Idempotent."""
         with self._lock:
             if self._thread is None:
                 self._thread = LoopThread("agentloop-trainer")
@@ -69,50 +68,50 @@ class ServiceLink:
                 self._client = self._thread.run(client.__aenter__()).result(_CALL_GRACE_S)
 
     def close(self) -> None:
-        """Let go of the connection; what still runs over it is cancelled. Idempotent."""
+        """Close the connection and cancel running calls. Idempotent."""
         with self._lock:
             thread, client = self._thread, self._client
             self._thread = self._client = None
         if thread is not None and client is not None:
             try:
                 thread.run(client.__aexit__()).result(_CLOSE_TIMEOUT_S)
-            except Exception as error:  # the process goes on without it
+            except Exception as error:  # a failure to close must not stop the trainer
                 _log.warning("connection_not_closed", url=self.url, error=repr(error))
             thread.stop()
 
     def start(self, work: Callable[[RolloutClient], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
-        """Begin `work` with the client on the link's loop. Raises InvalidRequest if the link is not open."""
+        """Start `work` with the client on the link's event loop. Raises InvalidRequest if the link is not open."""
         with self._lock:
             if self._thread is None or self._client is None:
-                raise InvalidRequest("the link to the service is not open")
+                raise InvalidRequest(f"the link to {self.url} is not open: call open() first")
             return self._thread.run(work(self._client))
 
     def call(self, work: Callable[[RolloutClient], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Return what `work` returns; blocks. After `timeout_s` it is cancelled: DeadlineExceeded."""
+        """Run `work` and return its result. Blocks. Raises DeadlineExceeded and cancels it after `timeout_s`."""
         outcome = self.start(work)
         try:
             return outcome.result(timeout_s)
         except concurrent.futures.TimeoutError as error:
-            if outcome.done():  # its own
+            if outcome.done():  # a TimeoutError of `work` itself
                 raise
             outcome.cancel()
-            raise DeadlineExceeded(f"{self.url} did not answer within {timeout_s:g} s") from error
+            raise DeadlineExceeded(f"{self.url} did not respond within {timeout_s:g} s") from error
 
     def push(self, weights: Iterable[tuple[str, object]], *, version: int | None = None) -> UpdateReport:
-        """Bring the fleet to these tensors; blocks until it serves them.
+        """Update the fleet to these tensors. Blocks until the fleet serves them.
 
-        They become the version after the fleet's; or `version`, the trainer's own number, even where the fleet has
-        a later one: a trainer goes on from an older checkpoint. All of `weights` are taken before anything is
-        sent: a trainer's generator may gather each of them over its ranks, and such a collective must not
-        interleave with the engines'. Only this process calls; its ranks do not. Raises WeightUpdateFailed and the
-        other errors of `RolloutClient.update_weights`.
+        The version is `version`, or else the one after the fleet's. A `version` that is not greater is forced, so
+        that a trainer can resume from an older checkpoint. Only this process calls it, not its other ranks. Raises
+        the errors of `RolloutClient.update_weights`.
         """
+        # Exhaust the iterator first: a trainer's generator may gather tensors over its ranks, and these collectives
+        # must not interleave with those of the transfer.
         tensors = list(weights)
 
         async def send(client: RolloutClient) -> UpdateReport:
             served, number = (await client.status()).weight_version, version
             if number is None:
-                number = max((one for one in (served, self.version) if one is not None), default=-1) + 1
+                number = max((known for known in (served, self.version) if known is not None), default=-1) + 1
             return await client.update_weights(
                 tensors,
                 version=number,
@@ -126,7 +125,7 @@ class ServiceLink:
         return report
 
     def standstill(self) -> str:
-        """Say why the service may not answer, naming what hangs; never raises."""
+        """Return the reason that the service makes no progress, with the names of affected parts. Never raises."""
 
         async def ask(client: RolloutClient) -> ServiceStatus:
             return await client.status()
@@ -134,17 +133,17 @@ class ServiceLink:
         try:
             return describe_standstill(self.call(ask, _STATUS_TIMEOUT_S))
         except (AgentLoopError, concurrent.futures.CancelledError) as error:
-            return f"the service does not say how it is: {error}"
+            return f"the status of the service is unavailable: {error}"
 
 
 def describe_standstill(status: ServiceStatus) -> str:
-    """Return what holds a service up, by name: its update, its queue, what is degraded. Then what it is doing."""
+    """Return the reasons that a service makes no progress (update, queue, degraded parts) and its current load."""
     reasons = []
     if (update := status.update) is not None:
         failed = f", failed: {'; '.join(update.failures)}" if update.failures else ""
         reasons.append(f"the update to version {update.version} is {update.state}{failed}")
     if status.queue.reason:
-        reasons.append(f"nothing begins: {status.queue.reason}")
+        reasons.append(f"no trajectory starts: {status.queue.reason}")
     reasons += status.degraded[:_MAX_NAMED]
     if (num_more := len(status.degraded) - _MAX_NAMED) > 0:
         reasons.append(f"{num_more} more")

@@ -1,4 +1,4 @@
-"""A teacher's logprobs of rows that another policy sampled: on-policy distillation, and references for a KL."""
+"""A teacher's logprobs of rows sampled by another policy, for on-policy distillation or as a KL reference."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ async def teacher_logprobs(
     model: str | None = None,
     weight_version: VersionDemand | None = None,
 ) -> list[FloatArray]:
-    """Return for each row an array as its `logprobs`: the teacher's, of every response token, and 0 in the prompt.
+    """Return the teacher's logprobs of each row: an array like `TrainingRow.logprobs`, with 0 for prompt tokens.
 
-    They are of the plain softmax at temperature 1. The teacher is the service's `model`, by default its policy, and
-    must have the rows' vocabulary. Raises as `RolloutClient.score`.
+    The logprobs are of the untruncated softmax at temperature 1. The teacher is the service's `model`, by default
+    its policy, and must have the vocabulary of the rows. Raises the errors of `RolloutClient.score`.
     """
     ids, starts = [row.input_ids.tolist() for row in rows], [row.num_prompt for row in rows]
     scores = await client.score(ids, start=starts, model=model, weight_version=weight_version)
     return [
-        np.concatenate([np.zeros(row.num_prompt, np.float32), np.array(found.logprobs, np.float32)])
-        for row, found in zip(rows, scores, strict=True)
+        np.concatenate([np.zeros(row.num_prompt, np.float32), np.array(score.logprobs, np.float32)])
+        for row, score in zip(rows, scores, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""TRL's trainers on the service: `AsyncRollouts` for `AsyncGRPOTrainer`, `SyncRollouts` for `GRPOTrainer`.
+"""Adapters for TRL's trainers: `AsyncRollouts` for `AsyncGRPOTrainer`, `SyncRollouts` for `GRPOTrainer`.
 
     rollouts = AsyncRollouts(url, tasks, num_generations=8, max_staleness=4)
     trainer = AsyncGRPOTrainer(
@@ -6,12 +6,12 @@
         rollout_worker=rollouts, weight_transfer=rollouts,
     )
 
-TRL 1.16 declares the two seams as `RolloutWorkerProtocol` and `WeightTransferProtocol` in
-`trl/experimental/async_grpo/async_grpo_trainer.py`; its `GRPOTrainer` has `rollout_func`. TRL itself is not
-imported. The service samples, rolls out, rewards and bounds the staleness; TRL computes the loss.
+TRL 1.16 defines the interfaces `RolloutWorkerProtocol` and `WeightTransferProtocol` in
+`trl/experimental/async_grpo/async_grpo_trainer.py`, and `rollout_func` of `GRPOTrainer`. TRL itself is not
+imported. The service samples, runs the tools and rewards, and limits the staleness; TRL computes the loss.
 
-Sampling must be at the temperature that TRL divides its logits by (`args.temperature`), and without top_p, top_k
-and min_p: `docs/guides/distribution.md`.
+Tasks must be sampled at the temperature by which TRL divides its logits (`args.temperature`), and without top_p,
+top_k and min_p (`docs/guides/distribution.md`).
 """
 
 from __future__ import annotations
@@ -43,24 +43,27 @@ from agentloop_trainers.batches import GroupCounts, TrainingRow, count_group, gr
 from agentloop_trainers.service_link import ServiceLink
 
 OnGroup: TypeAlias = Callable[[Sequence[Trajectory], Sequence[TrainingRow]], None]
-"""Called with each finished group, before its rows are handed on: to keep them, or to watch them."""
+"""Called with each finished group and its rows, before TRL receives the rows."""
 
 Metric: TypeAlias = float | tuple[float, float]
-"""A value as TRL's log takes it: a number, or a rate as numerator and denominator."""
+"""A value for TRL's log: a number, or a rate as numerator and denominator."""
 
 _BUFFER_ROWS = 1024
-_METRICS = 4096  # groups between two of TRL's logs; the oldest leave
+_METRICS = 4096  # groups between two logs of TRL; the oldest are dropped
 _POLL_S = 0.05
-_LANES = 4  # rollouts in flight at a time: a new one begins while the slowest groups of another end
+_LANES = 4  # concurrent rollouts: new ones start while the slowest groups of others finish
 _CANCEL_TIMEOUT_S = 20.0
-_MIN_FAILED = 16  # trajectories in a row without one that ends well: the run is stopped then
+_MIN_FAILED = 16  # the run stops after at least this many consecutive failed trajectories
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class BufferedRow:
-    """A row with the fields of TRL 1.16's `RolloutSample`, whose import takes seconds. Arrays have one length."""
+    """A row with the fields of TRL 1.16's `RolloutSample`, whose import takes seconds.
+
+    All arrays have equal length.
+    """
 
     prompt: list[dict[str, str]]
     completion: list[dict[str, str]]
@@ -71,23 +74,22 @@ class BufferedRow:
     model_version: int
     group_id: int
     metrics: dict[str, float]
-    enqueued_at: float | None = None  # unix time
+    enqueued_at: float | None = None  # Unix time in seconds
 
 
 class AsyncRollouts:
-    """Groups of trajectories as `AsyncGRPOTrainer` drains them, and the way its weights take to the service.
+    """Rollouts and weight pushes for `AsyncGRPOTrainer`. Pass it as both `rollout_worker` and `weight_transfer`.
 
-    Pass it both as `rollout_worker` and as `weight_transfer`. `tasks` are rolled out in passes, each in another
-    order (`seed`), `num_generations` samples a task. At most `groups_in_flight` groups are unfinished, and
-    `_BUFFER_ROWS` rows wait for the trainer; beyond that the service is asked for nothing.
+    `tasks` are rolled out in repeated passes, each shuffled (`seed`), with `num_generations` samples per task. At
+    most `groups_in_flight` groups are unfinished, and at most `_BUFFER_ROWS` rows wait for the trainer; then no
+    further groups are submitted.
 
-    No trajectory falls more than `max_staleness` versions behind the fleet while it runs, or `on_stale` says what
-    becomes of it; give TRL's config the same `max_staleness`, which drops rows that aged in the buffer. A row's
-    `model_version` is that of its oldest trained token. Submits carry `run_id`, so that a trainer that starts again
-    under the same one shares the service's staleness budget with what still runs of it.
+    `on_stale` applies to trajectories that are more than `max_staleness` versions older than the fleet. Set the
+    same `max_staleness` in TRL's config, which drops rows that became stale in the buffer. The `model_version` of a
+    row is that of its oldest trained token. A restarted trainer with the same `run_id` shares the staleness budget
+    with the trajectories of its predecessor that still run.
 
-    `divides_by_std` is TRL's own choice of advantage. Errors of the service, and what hangs, come up in
-    `check_health`.
+    `divides_by_std` selects TRL's definition of the advantage. `check_health` raises the errors of the service.
     """
 
     def __init__(
@@ -108,10 +110,13 @@ class AsyncRollouts:
         listen_host: str | None = None,
         on_group: OnGroup | None = None,
     ) -> None:
-        """Raises InvalidRequest for no tasks, tasks of several temperatures, and groups of one."""
+        """Raises InvalidRequest for no tasks, tasks with different temperatures, and groups of one sample."""
         _check(tasks)
         if num_generations < 2 or groups_in_flight < 1:
-            raise InvalidRequest("a group has at least two samples, and at least one is in flight")
+            raise InvalidRequest(
+                f"num_generations must be at least 2 and groups_in_flight at least 1, not {num_generations} and "
+                f"{groups_in_flight}"
+            )
         self.rollout_buffer: queue.Queue[BufferedRow] = queue.Queue(
             _BUFFER_ROWS
         )  # the rollout waits for the trainer
@@ -131,68 +136,73 @@ class AsyncRollouts:
         self._divides_by_std = divides_by_std
         self._order = _passes(self._tasks, seed)
         self._on_group = on_group
-        self._version_offset = 0  # the service's version less TRL's
-        self._num_groups = 0  # emitted so far: TRL numbers its groups from 0
-        self._num_failed = 0  # trajectories since the last that ended well
+        self._version_offset = 0  # the service's version minus TRL's
+        self._num_groups = 0  # groups emitted so far: TRL numbers its groups from 0
+        self._num_failed = 0  # consecutive failed trajectories
         self._work: concurrent.futures.Future[None] | None = None
-        self._running: asyncio.Task[None] | None = None  # the same, on the link's loop
+        self._running: asyncio.Task[None] | None = None  # the task of `_work` on the link's loop
         self._rollouts: dict[int, Rollout] = {}  # in flight, by lane
-        self._row_at = 0.0  # monotonic: when a row last came
+        self._row_at = 0.0  # monotonic time of the last row
         self._last_failure = ""
 
     @property
     def run_id(self) -> str:
-        """The name under which the service counts this run's staleness budget."""
+        """The id of this run's staleness budget in the service."""
         return str(self._submit_options["run_id"])
 
     @property
     def version(self) -> int | None:
-        """The service's number of the weights that were pushed last; None before the first push."""
+        """The service's version of the last pushed weights; None before the first push."""
         return self._link.version
 
     def dataset(self) -> Any:
-        """Return TRL's `train_dataset`: its length is an epoch. The prompts in it are not sampled from."""
+        """Return TRL's `train_dataset`. Only its length is used, for an epoch; its prompts are not sampled."""
         return _dataset(self._tasks)
 
-    # --- RolloutWorkerProtocol
+    # Methods of RolloutWorkerProtocol
 
     def start(self) -> None:
-        """Begin, or begin again, to roll out. TRL calls it once the first weights are in place."""
+        """Start the rollouts, also after `stop`. TRL calls it after the first weight push."""
         if self._work is None:
             self._link.open()
             self._num_failed, self._row_at = 0, time.monotonic()
             self._work = self._link.start(self._roll_out)
 
     def stop(self) -> None:
-        """Cancel what runs and forget the rows that nobody took. Idempotent; `start` begins again."""
+        """Cancel running rollouts and discard the buffered rows. Idempotent. `start` starts again."""
         work, self._work = self._work, None
         if work is None:
             return
         work.cancel()
         try:
             self._link.call(self._cancel_rollouts, _CANCEL_TIMEOUT_S)
-        except AgentLoopError as error:  # they end by themselves; nobody reads them
+        except AgentLoopError as error:  # they end on their own, and their records are not read
             _log.warning("rollouts_not_cancelled", url=self._link.url, error=error_line(error))
         with contextlib.suppress(queue.Empty):
             while True:
                 self.rollout_buffer.get_nowait()
 
     def update_model_version(self, model_version: int) -> None:
-        """Learn TRL's number of the weights that were pushed last."""
+        """Store TRL's version number of the last pushed weights."""
         if self._link.version is not None:
             self._version_offset = self._link.version - model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the rollout, or DeadlineExceeded, naming what hangs, if no row came for that long."""
+        """Raise the error that ended the rollouts, or DeadlineExceeded if there was no row for `stale_after_s`.
+
+        The message of DeadlineExceeded has the reason that the service makes no progress.
+        """
         work = self._work
         if work is None:
-            raise InvalidRequest("the rollout is not started")
+            raise InvalidRequest("the rollouts are not started: call start() first")
         if work.done():
             failure = None if work.cancelled() else work.exception()
             error = None if failure is None else first_cause(failure)
             if isinstance(error, AgentLoopError):
                 raise error
-            raise AgentLoopError(f"the rollout has ended: {error_line(error) if error else 'cancelled'}") from error
+            raise AgentLoopError(
+                f"the rollouts have ended: {error_line(error) if error else 'cancelled'}"
+            ) from error
         age_s = time.monotonic() - self._row_at
         if age_s > stale_after_s:
             failed = f"; {self._num_failed} trajectories failed, the last: {self._last_failure}"
@@ -201,29 +211,29 @@ class AsyncRollouts:
                 + (failed if self._num_failed else "")
             )
 
-    # --- WeightTransferProtocol
+    # Methods of WeightTransferProtocol
 
     def init_weight_transfer(self) -> None:
-        """Connect."""
+        """Connect to the service."""
         self._link.open()
 
     def pause(self) -> None:
-        """Do nothing: an update stages beside decoding, and stops the engines itself for the switch."""
+        """Do nothing: the service stages an update while it decodes, and pauses its engines for the weight swap."""
 
     def send_weights(self, iterator: Iterable[tuple[str, object]]) -> None:
-        """Push the tensors as the service's next version. Raises WeightUpdateFailed and others, naming replicas."""
+        """Push the tensors as the service's next version. Raises the errors of `ServiceLink.push`."""
         report = self._link.push(iterator)
         self._log({"weights/stall_s": report.stall_ms / 1000, "weights/update_s": report.total_ms / 1000})
 
     def resume(self) -> None:
-        """Do nothing: `pause` did nothing."""
+        """Do nothing, like `pause`."""
 
     def destroy(self) -> None:
-        """Stop, and let go of the connection. Idempotent."""
+        """Stop the rollouts and close the connection. Idempotent."""
         self.stop()
         self._link.close()
 
-    # --- on the link's loop
+    # The methods below run on the link's event loop.
 
     async def _roll_out(self, client: RolloutClient) -> None:
         self._running = asyncio.current_task()
@@ -243,7 +253,7 @@ class AsyncRollouts:
 
     async def _cancel_rollouts(self, client: RolloutClient) -> None:
         if self._running is not None:
-            await asyncio.wait([self._running])  # it is being cancelled; what it put into the buffer is there
+            await asyncio.wait([self._running])  # it is being cancelled: wait until it adds no more rows
         rollouts = list(self._rollouts.values())
         self._rollouts.clear()
         await asyncio.gather(*(rollout.cancel() for rollout in rollouts))
@@ -284,16 +294,19 @@ class AsyncRollouts:
                 return
 
     def _watch_failures(self, group: Sequence[Trajectory]) -> None:
-        """Count failures in a row. Raises AgentLoopError once nothing ends well: waiting would not help."""
+        """Count consecutive failures.
+
+        Raises AgentLoopError after too many, since further waiting would not help.
+        """
         for trajectory in group:
             if is_scored(trajectory):
                 self._num_failed = 0
-            elif trajectory.failure is not FailureClass.STALE:  # waiting helps against a slow trainer's own updates
+            elif trajectory.failure is not FailureClass.STALE:  # staleness passes, other failures may not
                 self._num_failed += 1
                 self._last_failure = _failure(trajectory)
         if self._num_failed >= max(_MIN_FAILED, 2 * self._num_generations):
             raise AgentLoopError(
-                f"{self._num_failed} trajectories in a row failed, the last, of task {group[-1].task_id!r}: "
+                f"{self._num_failed} consecutive trajectories failed; the last one, of task {group[-1].task_id!r}: "
                 f"{self._last_failure}"
             )
 
@@ -306,7 +319,7 @@ class AsyncRollouts:
 
 
 class SyncRollouts:
-    """`rollout_func` of `GRPOTrainer`: trajectories of the service, sampled under the weights of that very step.
+    """The `rollout_func` of `GRPOTrainer`: trajectories of the service, sampled with the current step's weights.
 
         rollouts = SyncRollouts(url, tasks)
         trainer = GRPOTrainer(model=DIR, args=GRPOConfig(...), train_dataset=rollouts.dataset(),
@@ -314,10 +327,9 @@ class SyncRollouts:
         rollouts.attach(trainer)
         trainer.train()
 
-    `attach` is needed: without it TRL ignores the logprobs that a `rollout_func` returns (it takes every ratio as
-    1) and never pushes weights. TRL wants one completion for a prompt: of a trajectory whose history forked it
-    gets the latest path of the main conversation, and the other paths count as wasted tokens. Only `AsyncRollouts`
-    trains all.
+    `attach` is required: without it, TRL ignores the logprobs of a `rollout_func` (all ratios are 1) and never
+    pushes weights. TRL accepts one completion per prompt: of a trajectory with branches, it receives the latest
+    path of the main conversation, and the other paths count as wasted tokens. `AsyncRollouts` trains all paths.
     """
 
     __name__ = "agentloop"
@@ -333,78 +345,85 @@ class SyncRollouts:
         listen_host: str | None = None,
         on_group: OnGroup | None = None,
     ) -> None:
-        """`timeout_s` bounds one step's rollout. Raises InvalidRequest if two tasks have the same messages."""
+        """`timeout_s` is the timeout of one step's rollout.
+
+        Raises InvalidRequest if two tasks have equal messages.
+        """
         _check(tasks)
         self._link = ServiceLink(url, api_key=api_key, admin_key=admin_key, listen_host=listen_host)
         self._tasks = {_prompt_key(_prompt(task)): task for task in tasks}
         if len(self._tasks) < len(tasks):
-            raise InvalidRequest("two tasks have the same messages: TRL hands on prompts, not tasks", param="tasks")
+            raise InvalidRequest(
+                "two tasks have the same messages: TRL identifies tasks by their prompts", param="tasks"
+            )
         self._timeout_s = timeout_s
         self._on_group = on_group
 
     def dataset(self) -> Any:
-        """Return TRL's `train_dataset`: a prompt for each task."""
+        """Return TRL's `train_dataset`, with one prompt per task."""
         return _dataset(tuple(self._tasks.values()))
 
     def attach(self, trainer: Any) -> None:
-        """Have TRL use the recorded logprobs and push before each rollout; between construction and `train`.
+        """Make TRL use the recorded logprobs and push weights before each rollout. Call it before `train`.
 
-        What TRL calls `use_vllm` says where its logprobs and weights come from and go to; constructed with it, a
-        trainer would connect to a vLLM server. Raises InvalidRequest for a trainer that samples otherwise than the
-        tasks, or that trains an adapter.
+        It sets TRL's `use_vllm` after the construction, because a trainer constructed with `use_vllm` would connect
+        to a vLLM server. Raises InvalidRequest for a trainer with a different temperature, or that trains an
+        adapter.
         """
         temperature = next(iter(self._tasks.values())).temperature
         if trainer.temperature != temperature:
             raise InvalidRequest(
-                f"TRL divides logits by {trainer.temperature:g}, the tasks are sampled at {temperature:g}",
+                f"TRL divides logits by {trainer.temperature:g}, but the tasks are sampled at temperature "
+                f"{temperature:g}: use equal values",
                 param="temperature",
             )
         if hasattr(trainer.model, "peft_config"):
             raise InvalidRequest(
-                "adapters are pushed as directories: RolloutClient.update_adapter", param="trainer"
+                "a trainer with an adapter is not supported: push adapters with RolloutClient.update_adapter",
+                param="trainer",
             )
         self._link.open()
         trainer.use_vllm, trainer._last_loaded_step = True, -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: self._push(trainer))
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Roll out each prompt once; equal prompts are the samples of one group. Blocks.
+        """Roll out each prompt once. Equal prompts are the samples of one group. Blocks.
 
         Returns lists in the order of `prompts`: prompt_ids, completion_ids, logprobs, env_mask and
-        agentloop_reward, which is None for a trajectory that failed: TRL leaves it out of the baseline.
+        agentloop_reward. The reward of a failed trajectory is None, so that TRL excludes it from the baseline.
         """
-        places: dict[str, list[int]] = defaultdict(list)
-        for place, prompt in enumerate(prompts):
-            places[_prompt_key(prompt)].append(place)
-        if unknown := places.keys() - self._tasks.keys():
+        indexes: dict[str, list[int]] = defaultdict(list)
+        for index, prompt in enumerate(prompts):
+            indexes[_prompt_key(prompt)].append(index)
+        if unknown := indexes.keys() - self._tasks.keys():
             raise InvalidRequest(f"no task has this prompt: {min(unknown)[:200]}", param="prompts")
 
         async def roll_out(client: RolloutClient) -> list[tuple[str, Sequence[Trajectory]]]:
-            return [group async for group in self._groups(client, places)]
+            return [group async for group in self._groups(client, indexes)]
 
         try:
             groups = self._link.call(roll_out, self._timeout_s)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{error.message}: {self._link.standstill()}") from error
         eos_id = int(trainer.processing_class.eos_token_id)
-        rows = {place: row for key, group in groups for place, row in self._placed(places[key], group, trainer)}
-        columns = [_completion(rows.get(place), eos_id) for place in range(len(prompts))]
+        rows = {index: row for key, group in groups for index, row in self._placed(indexes[key], group, trainer)}
+        columns = [_completion(rows.get(index), eos_id) for index in range(len(prompts))]
         return {name: [column[name] for column in columns] for name in columns[0]}
 
     def reward(self, completions: Sequence[Any], agentloop_reward: Sequence[float | None], **_: Any) -> list[Any]:
-        """Return the rewards of the trajectories: TRL's `reward_funcs`."""
+        """Return the rewards of the trajectories, as TRL's `reward_funcs`."""
         return list(agentloop_reward)
 
     def close(self) -> None:
-        """Let go of the connection. Idempotent."""
+        """Close the connection. Idempotent."""
         self._link.close()
 
     async def _groups(
-        self, client: RolloutClient, places: Mapping[str, Sequence[int]]
+        self, client: RolloutClient, indexes: Mapping[str, Sequence[int]]
     ) -> AsyncIterator[tuple[str, Sequence[Trajectory]]]:
-        keys_of: dict[int, list[str]] = defaultdict(list)  # by the size of their groups: one submit has one
-        for key, at in places.items():
-            keys_of[len(at)].append(key)
+        keys_of: dict[int, list[str]] = defaultdict(list)  # by group size, because a submit has only one
+        for key, prompt_indexes in indexes.items():
+            keys_of[len(prompt_indexes)].append(key)
         for num_samples, keys in keys_of.items():
             by_task = {self._tasks[key].task_id: key for key in keys}
             rollout = await client.submit([self._tasks[key] for key in keys], num_samples=num_samples)
@@ -418,9 +437,9 @@ class SyncRollouts:
                 raise
 
     def _placed(
-        self, places: Sequence[int], group: Sequence[Trajectory], trainer: Any
+        self, indexes: Sequence[int], group: Sequence[Trajectory], trainer: Any
     ) -> Iterator[tuple[int, TrainingRow]]:
-        """Yield the row of each sample that has one, with the place of its prompt."""
+        """Yield pairs of a prompt's index and its row. Samples without a row are omitted."""
         last = {trajectory.sample_index: trajectory.main_conversation[-1:] for trajectory in group}
         rows = [row for row in group_rows(group) if (row.place,) == last[row.sample_index]]
         if self._on_group is not None:
@@ -432,23 +451,23 @@ class SyncRollouts:
             elif value[1]:
                 log[name].append(value[0] / value[1])
         for row in rows:
-            yield places[row.sample_index], row
+            yield indexes[row.sample_index], row
 
     def _push(self, trainer: Any) -> None:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        whole = [
-            (name, own.full_tensor() if hasattr(own, "full_tensor") else own.detach())  # collective: on every rank
+        tensors = [
+            (name, own.full_tensor() if hasattr(own, "full_tensor") else own.detach())  # a collective: on all ranks
             for name, own in model.named_parameters()
         ]
         if trainer.accelerator.is_main_process:
-            report = self._link.push(whole)
+            report = self._link.push(tensors)
             trainer._metrics["train"]["weights/stall_s"].append(report.stall_ms / 1000)
             trainer._metrics["train"]["weights/update_s"].append(report.total_ms / 1000)
         trainer.accelerator.wait_for_everyone()
 
 
 def group_metrics(counts: GroupCounts) -> dict[str, Metric]:
-    """Return a group's counts as TRL logs them: rates as pairs, which it sums over its window before it divides."""
+    """Return a group's metrics for TRL's log. TRL sums the pairs of a rate over its window before it divides."""
     scored = counts.num_scored
     return {
         "rollout/reward": (counts.reward_sum, scored),
@@ -466,13 +485,13 @@ def group_metrics(counts: GroupCounts) -> dict[str, Metric]:
 
 
 def _sample_metrics(trajectory: Trajectory, row: TrainingRow, counts: GroupCounts) -> dict[str, float]:
-    """Return TRL's own names for a row's rewards."""
+    """Return a row's rewards under TRL's metric names."""
     parts = {f"rewards/{name}": float(value) for name, value in trajectory.components.items()}
     return {"reward": row.reward, "reward_std": counts.reward_std, **parts}
 
 
 def _completion(row: TrainingRow | None, eos_id: int) -> dict[str, Any]:
-    """Return one row as `GRPOTrainer` wants it; without one a completion that trains nothing."""
+    """Return a row as a completion of `GRPOTrainer`; without a row, a completion without trained tokens."""
     if row is None:
         return {
             "prompt_ids": [eos_id],
@@ -492,15 +511,18 @@ def _completion(row: TrainingRow | None, eos_id: int) -> dict[str, Any]:
 
 def _check(tasks: Sequence[RolloutTask]) -> None:
     if not tasks:
-        raise InvalidRequest("there is no task", param="tasks")
+        raise InvalidRequest("tasks is empty: there is no task to roll out", param="tasks")
     if len({task.task_id for task in tasks}) < len(tasks):
-        raise InvalidRequest("a task id occurs twice", param="tasks")
+        raise InvalidRequest("a task id occurs twice: the ids of tasks must be unique", param="tasks")
     if len({task.temperature for task in tasks}) > 1:
-        raise InvalidRequest("tasks have several temperatures; TRL divides logits by one", param="temperature")
+        raise InvalidRequest(
+            "the tasks have different temperatures, but TRL divides all logits by one temperature",
+            param="temperature",
+        )
 
 
 def _passes(tasks: Sequence[RolloutTask], seed: int) -> Iterator[RolloutTask]:
-    """Yield the tasks pass after pass, for ever, each pass in an order of its own."""
+    """Yield the tasks in infinitely many passes, each in a new random order."""
     order, chance = list(tasks), random.Random(seed)
     while True:
         chance.shuffle(order)
@@ -522,9 +544,9 @@ def _prompt_key(prompt: Any) -> str:
 
 
 def _messages(messages: Sequence[Message]) -> dict[str, list[dict[str, str]]]:
-    """Return a conversation for TRL's traces: up to the policy's first message, and from there."""
+    """Split a conversation for TRL's traces: the messages before the policy's first one, and the others."""
     plain = [{"role": message.role, "content": message.content} for message in messages]
-    first = next((at for at, message in enumerate(plain) if message["role"] == "assistant"), len(plain))
+    first = next((index for index, message in enumerate(plain) if message["role"] == "assistant"), len(plain))
     return {"prompt": plain[:first], "completion": plain[first:]}
 
 

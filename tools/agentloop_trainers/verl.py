@@ -1,15 +1,16 @@
-"""verl 0.9's V1 trainer on the service: rollouts into its TransferQueue, and weights from its actor workers.
+"""Adapter for verl 0.9's V1 trainer: rollouts into its TransferQueue, and weight pushes from its actor workers.
 
-Three classes, for three places of verl's own, named by its config (`docs/guides/trainers.md` has the lines):
+verl's config selects three classes (see `docs/guides/trainers.md`):
 
-- `AgentLoopManager`, by `actor_rollout_ref.rollout.agent.agent_loop_manager_class`: rolls prompts out;
-- `ServiceCheckpointEngine`, registered as the backend `agentloop` by `checkpoint_engine.custom_backend_module`: in
-  every actor worker, whose ranks gather together and whose first pushes;
-- `AgentLoopTrainer`, registered as the trainer mode `agentloop` by VERL_USE_EXTERNAL_MODULES: verl's asynchronous
+- `AgentLoopManager`, by `actor_rollout_ref.rollout.agent.agent_loop_manager_class`, rolls out prompts.
+- `ServiceCheckpointEngine`, the backend `agentloop`, registered by `checkpoint_engine.custom_backend_module`. It
+runs in every actor worker; all ranks gather the weights and the first one pushes them.
+- `AgentLoopTrainer`, the trainer mode `agentloop`, registered by VERL_USE_EXTERNAL_MODULES, is verl's asynchronous
   trainer without rollout replicas on the training GPUs.
 
-A weight version of the service is verl's `global_steps`. Formats are those of verl 0.9.1: `AgentLoopOutput.as_dict`
-makes the fields, `verl/trainer/ppo/v1/agent_loop_tq.py` says which keys and tags the trainer's replay buffer reads.
+The service's weight versions are verl's `global_steps`. Data formats are those of verl 0.9.1:
+`AgentLoopOutput.as_dict` for the fields, and `verl/trainer/ppo/v1/agent_loop_tq.py` for the keys and tags that the
+replay buffer reads.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from agentloop_trainers.batches import TrainingRow, group_rows, is_scored
 from agentloop_trainers.service_link import ServiceLink
 
 NAME = "agentloop"
-"""The name of the checkpoint backend, of the trainer mode, and of our section in verl's config."""
+"""The name of the checkpoint backend, the trainer mode and our section in verl's config."""
 
-_RUNNING, _FINISHED, _FAILURE = "running", "finished", "failure"  # verl's words for a group
+_RUNNING, _FINISHED, _FAILURE = "running", "finished", "failure"  # verl's states of a group
 _VALIDATION_PRIORITY = 1  # an evaluation overtakes training
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -49,7 +50,7 @@ _log = structlog.stdlib.get_logger(__name__)
 class RolloutSettings:
     """Our section of verl's config: `actor_rollout_ref.rollout.custom.agentloop`.
 
-    `tools`, `loop` and `reward` hold for rows that name none in their `extra_info.agentloop`.
+    `tools`, `loop` and `reward` are defaults for rows that do not set them in `extra_info.agentloop`.
     """
 
     url: str
@@ -58,28 +59,32 @@ class RolloutSettings:
     reward: str | None = None
     max_staleness: int | None = None
     on_stale: OnStale = OnStale.MASK
-    limits: Mapping[str, Any] = field(default_factory=dict)  # of `Limits`
+    limits: Mapping[str, Any] = field(default_factory=dict)  # fields of `Limits`
 
     @classmethod
     def of(cls, config: Any) -> RolloutSettings:
-        """Read them from verl's whole config. Raises InvalidRequest for what is missing or unknown."""
+        """Read the settings from verl's config. Raises InvalidRequest for missing or unknown fields."""
         custom = config.actor_rollout_ref.rollout.get("custom") or {}
         section = custom.get(NAME) or {}
         known = {name: section[name] for name in section if name in cls.__dataclass_fields__}
         if unknown := set(section) - set(known):
-            raise InvalidRequest(f"rollout.custom.{NAME} has no field {min(unknown)!r}", param=min(unknown))
+            raise InvalidRequest(
+                f"unknown field {min(unknown)!r} in rollout.custom.{NAME}: expected "
+                f"{', '.join(cls.__dataclass_fields__)}",
+                param=min(unknown),
+            )
         if "url" not in known:
-            raise InvalidRequest(f"rollout.custom.{NAME}.url is the service's URL", param="url")
+            raise InvalidRequest(f"rollout.custom.{NAME}.url is missing: set it to the service's URL", param="url")
         if "on_stale" in known:
             known["on_stale"] = OnStale(known["on_stale"])
         return cls(**{**known, "tools": tuple(known.get("tools", ())), "limits": dict(known.get("limits") or {})})
 
 
 class AgentLoopManager:
-    """The way of verl's prompts through the service: each a group of samples, whose rows go into the TransferQueue.
+    """Rolls out verl's prompts with the service. Each prompt is a group, whose rows are put into the TransferQueue.
 
-    One object in the trainer's process; `generate_sequences` returns at once. The keys of the service are those of
-    the environment (AGENTLOOP_KEY), because verl prints its config.
+    There is one object, in the trainer's process. The API key is read from the environment (AGENTLOOP_KEY), because
+    verl prints its config.
     """
 
     def __init__(self, config: Any) -> None:
@@ -93,23 +98,29 @@ class AgentLoopManager:
     def create(
         cls, config: Any, llm_client: Any = None, teacher_client: Any = None, reward_loop_worker_handles: Any = None
     ) -> AgentLoopManager:
-        """Make one, as verl's task runner does. The service samples and rewards; verl's servers are not used."""
+        """Create the manager, for verl's task runner. verl's own servers and reward workers are not used."""
         if teacher_client:
-            raise InvalidRequest("the service has no teacher's logprobs", param="teacher_client")
+            raise InvalidRequest(
+                "a teacher_client is not supported: the service does not compute teacher logprobs for verl",
+                param="teacher_client",
+            )
         return cls(config)
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Begin to roll out a TensorDict of prompts, each `rollout.n` times. Its status is in the queue's tags."""
+        """Start the rollout of a TensorDict of prompts, each `rollout.n` times. Returns immediately.
+
+        The tags in the TransferQueue have the status of each group.
+        """
         is_validation = bool(_plain(prompts["validate"], 0)) if "validate" in prompts else False
-        for place in range(len(prompts)):
-            row = {name: _plain(prompts.get(name), place) for name in prompts.keys()}  # noqa: SIM118 - a TensorDict
+        for index in range(len(prompts)):
+            row = {name: _plain(prompts.get(name), index) for name in prompts.keys()}  # noqa: SIM118 - a TensorDict
             row.pop("validate", None)
             group = self._link.start(self._group_runner(row, is_validation))
             self._groups.add(group)
             group.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """Cancel what runs, and let go of the connection. Idempotent."""
+        """Cancel running rollouts and close the connection. Idempotent."""
         self._link.close()
 
     def _group_runner(self, row: dict[str, Any], is_validation: bool) -> Callable[[RolloutClient], Any]:
@@ -118,7 +129,8 @@ class AgentLoopManager:
     def _ended(self, group: concurrent.futures.Future[None]) -> None:
         self._groups.discard(group)
         if not group.cancelled() and (error := group.exception()) is not None:
-            _log.error("group_not_recorded", error=error_line(error))  # the queue itself failed: nobody can be told
+            # The TransferQueue itself failed, so that the failure cannot be reported there.
+            _log.error("group_not_recorded", error=error_line(error))
 
     async def _run_group(self, client: RolloutClient, row: dict[str, Any], is_validation: bool) -> None:
         uid, partition = str(row["uid"]), "val" if is_validation else "train"
@@ -129,13 +141,13 @@ class AgentLoopManager:
             rows = group_rows(group)
             if rows:
                 await asyncio.to_thread(_put_rows, uid, partition, samples(group, rows, row))
-            has_all = {one.sample_index for one in rows} == {trajectory.sample_index for trajectory in group}
+            has_all = {each.sample_index for each in rows} == {trajectory.sample_index for trajectory in group}
             status = _FINISHED if has_all else _FAILURE
             for trajectory in group:
                 if not is_scored(trajectory):
                     reason = trajectory.error or trajectory.reward_error
                     _log.warning("sample_failed", uid=uid, stop=trajectory.stop_reason.value, reason=reason)
-        except (AgentLoopError, KeyError, TypeError, ValueError) as error:  # of the service, or of the row
+        except (AgentLoopError, KeyError, TypeError, ValueError) as error:  # from the service, or an invalid row
             _log.error("group_failed", uid=uid, error=error_line(error))
         await asyncio.to_thread(_put_status, uid, partition, status)
 
@@ -158,10 +170,15 @@ class AgentLoopManager:
 def task_of(
     row: Mapping[str, Any], settings: RolloutSettings, sampled: Any, prompt_length: int, response_length: int
 ) -> RolloutTask:
-    """Make a task of a row of verl's dataset: `raw_prompt`, the ground truth of `reward_model`, our part of its
-    `extra_info`. Sampled as the config says: `sampled` is `rollout`, or its `val_kwargs`."""
+    """Create a task from a row of verl's dataset.
+
+    It uses `raw_prompt`, the ground truth of `reward_model`, and `extra_info.agentloop`. `sampled` has the sampling
+    parameters: `rollout`, or its `val_kwargs`.
+    """
     if row.get("multi_modal_data"):
-        raise InvalidRequest("rows with images are not rolled out", param="multi_modal_data")
+        raise InvalidRequest(
+            f"row {row['uid']!r} has multi_modal_data: images are not supported with verl", param="multi_modal_data"
+        )
     own = dict((row.get("extra_info") or {}).get(NAME) or {})
     limits = {
         "max_tokens_per_turn": response_length,
@@ -172,7 +189,7 @@ def task_of(
     is_greedy = not row.get("__do_sample__", True)
     return RolloutTask(
         task_id=str(row["uid"]),
-        messages=tuple(Message(str(one["role"]), str(one["content"])) for one in row["raw_prompt"]),
+        messages=tuple(Message(str(turn["role"]), str(turn["content"])) for turn in row["raw_prompt"]),
         tools=tuple(own.get("tools", settings.tools)),
         loop=str(own.get("loop", settings.loop)),
         reward=own.get("reward", settings.reward),
@@ -180,13 +197,13 @@ def task_of(
         limits=Limits(**limits),
         temperature=0.0 if is_greedy else float(sampled.temperature),
         top_p=1.0 if is_greedy else float(sampled.top_p),
-        top_k=0 if is_greedy else max(int(sampled.top_k), 0),  # verl: -1 is no limit
+        top_k=0 if is_greedy else max(int(sampled.top_k), 0),  # -1 in verl: no limit
     )
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSample:
-    """One row as the TransferQueue holds it: its key after the group's uid, its fields and its tag."""
+    """One row of the TransferQueue: its key, without the group's uid, its fields and its tag."""
 
     key: str
     fields: dict[str, Any]
@@ -196,15 +213,15 @@ class QueueSample:
 def samples(
     group: Sequence[Trajectory], rows: Sequence[TrainingRow], given: Mapping[str, Any]
 ) -> list[QueueSample]:
-    """Return verl's sample for each row of a group; `given` are the fields of its prompt, which each repeats.
+    """Return verl's samples for the rows of a group. `given` are the fields of the prompt, repeated in each sample.
 
-    A tag has the oldest and newest version of the trained tokens, and in `weight_versions` [version, start, end] of
-    every span of the response. The key counts a trajectory's rows from 0: its last one is the one verl's validation
-    reports.
+    A tag has the oldest and newest version of the trained tokens, and `weight_versions`, a list of [version, start,
+    end] for the spans of the response. The key has the index of the row in its trajectory; verl's validation
+    reports the last row.
     """
     by_sample = {trajectory.sample_index: trajectory for trajectory in group}
     num_before: dict[int, int] = {}
-    found = []
+    queue_samples = []
     for row in rows:
         index = num_before.setdefault(row.sample_index, 0)
         num_before[row.sample_index] += 1
@@ -245,17 +262,17 @@ def samples(
             **versions,
             "weight_versions": spans,
         }
-        found.append(QueueSample(f"{row.sample_index}_{index}", output, tag))
-    return found
+        queue_samples.append(QueueSample(f"{row.sample_index}_{index}", output, tag))
+    return queue_samples
 
 
 @CheckpointEngineRegistry.register(NAME)
 class ServiceCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """verl's sender of weights in an actor worker: every rank gathers, the master pushes to the service.
+    """verl's sender of weights in an actor worker. All ranks gather the weights, and the master pushes them.
 
     `url`, `push_timeout_s` and `listen_host` come from `checkpoint_engine.engine_kwargs.agentloop`, the admin key
-    from the environment (AGENTLOOP_ADMIN_KEY). There is no receiving side and no process group: engines fetch from
-    here.
+    from the environment (AGENTLOOP_ADMIN_KEY). There is no receiver and no process group, because the service's
+    engines fetch the weights from this process.
     """
 
     def __init__(
@@ -277,26 +294,31 @@ class ServiceCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
 
     def prepare(self) -> dict[str, Any]:
-        """Return nothing: there is no topology."""
+        """Return no metadata, because there is no topology."""
         return {}
 
     @classmethod
     def build_topology(cls, *_: Any, **__: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Raises InvalidRequest: the service's engines are in no worker group of verl's."""
-        raise InvalidRequest("the backend agentloop needs the trainer mode agentloop", param="trainer_mode")
+        """Raise InvalidRequest, because the service's engines are not a worker group of verl."""
+        raise InvalidRequest(
+            "the checkpoint backend 'agentloop' requires the trainer mode 'agentloop'", param="trainer_mode"
+        )
 
     def init_process_group(self, **_: Any) -> None:
         """Do nothing."""
 
     def finalize(self) -> None:
-        """Do nothing: the connection is kept."""
+        """Do nothing: the connection stays open."""
 
     async def send_weights(
         self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Push as version `global_steps`, on the master. Returns metrics for verl's log; raises as a push."""
+        """On the master, push the weights as version `global_steps`. Returns metrics for verl's log.
+
+        Raises the errors of `ServiceLink.push`.
+        """
         if self._link is None:
-            for _ in weights:  # collective: each is gathered over the ranks
+            for _ in weights:  # the other ranks must iterate too, because each gather is a collective
                 pass
             return {}
         self._link.open()
@@ -304,15 +326,15 @@ class ServiceCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {"agentloop/stall_s": report.stall_ms / 1000, "agentloop/update_s": report.total_ms / 1000}
 
     async def receive_weights(self, global_steps: int | None = None) -> Any:
-        """Raises InvalidRequest: nothing of verl's receives."""
-        raise InvalidRequest("the backend agentloop only sends")
+        """Raise InvalidRequest, because no process of verl receives weights."""
+        raise InvalidRequest("the checkpoint backend 'agentloop' only sends weights: it cannot receive them")
 
 
 class ServiceWeights:
-    """The part of verl's `CheckpointEngineManager` that its trainer calls, over a fleet that is not verl's.
+    """The methods of verl's `CheckpointEngineManager` that the trainer calls, for the service's fleet.
 
-    Memory and pauses are the service's own: an update stages beside decoding, so nothing sleeps and nothing is
-    aborted.
+    The service manages memory and pauses: it stages an update while it decodes, so no replica has to sleep and no
+    request is aborted.
     """
 
     def __init__(self, actor_workers: Any) -> None:
@@ -320,7 +342,7 @@ class ServiceWeights:
         self._pushed: int | None = None
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
-        """Have the actor workers push; blocks. Without a new number nothing has changed: it does nothing."""
+        """Make the actor workers push their weights. Blocks. Does nothing if `global_steps` has not changed."""
         if global_steps is None or global_steps == self._pushed:
             return {}
         results = ray.get(self._actor_workers.update_weights(global_steps=global_steps, mode=NAME))
@@ -342,7 +364,7 @@ class ServiceWeights:
 
 @register_trainer(NAME)
 class AgentLoopTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
-    """verl's asynchronous trainer, whose training GPUs hold no rollout replicas: the service's engines sample."""
+    """verl's asynchronous trainer without rollout replicas on the training GPUs. The service's engines sample."""
 
     _enable_hybrid_replicas = False
 
@@ -351,17 +373,17 @@ class AgentLoopTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
         self.checkpoint_manager = ServiceWeights(self.actor_rollout_wg)
 
     def on_train_begin(self) -> None:
-        """Ask for the first batches ahead, as many as `trainer.v1.agentloop.num_warmup_batches` says (1)."""
+        """Start the first `trainer.v1.agentloop.num_warmup_batches` batches (default 1) in advance."""
         section = self.config.trainer.v1.get(NAME) or {}
         self._add_async_warmup_batches(section.get("num_warmup_batches", 1))
 
 
-def _plain(column: Any, place: int) -> Any:
-    """Return one value of a TensorDict's column: a tensor's row, or what NonTensorStack and NonTensorData hold."""
+def _plain(column: Any, index: int) -> Any:
+    """Return one value of a TensorDict's column: a tensor's row, or the data of a NonTensorStack or -Data."""
     name = type(column).__name__
     if name == "NonTensorData":
         return column.data
-    value = column[place]
+    value = column[index]
     return getattr(value, "data", value) if name == "NonTensorStack" else value
 
 
@@ -369,10 +391,10 @@ def _put_status(uid: str, partition: str, status: str) -> None:
     transfer_queue.kv_put(key=uid, partition_id=partition, tag={"status": status})
 
 
-def _put_rows(uid: str, partition: str, found: Sequence[QueueSample]) -> None:
+def _put_rows(uid: str, partition: str, rows: Sequence[QueueSample]) -> None:
     transfer_queue.kv_batch_put(
-        keys=[f"{uid}_{sample.key}" for sample in found],
-        fields=list_of_dict_to_tensordict([sample.fields for sample in found]),
-        tags=[sample.tag for sample in found],
+        keys=[f"{uid}_{sample.key}" for sample in rows],
+        fields=list_of_dict_to_tensordict([sample.fields for sample in rows]),
+        tags=[sample.tag for sample in rows],
         partition_id=partition,
     )

@@ -100,7 +100,7 @@ async def test_a_server_is_listed_and_called(transport: str, port: int, tmp_path
         assert shown.content == "a dot:\n[image image/png is not shown: a tool's answer is text]"
         if transport == "stdio":  # what only reads is asked again of the server's next process
             assert (await answer(scope, "die_once", path=str(tmp_path / "died"))).content == "lived"
-            with pytest.raises(ToolLost, match="went away during a call"):
+            with pytest.raises(ToolLost, match="closed the connection during a call"):
                 await answer(scope, "die")
 
 
@@ -141,7 +141,7 @@ async def test_each_trajectory_has_a_server_of_its_own_for_all_its_tools() -> No
             assert (await answer(one, "note", text="a")).content == "a"
             assert (await answer(one, "note", text="b")).content == "a b"
             assert (await answer(two, "note", text="c")).content == "c"
-            with pytest.raises(ToolLost, match="went away during a call"):
+            with pytest.raises(ToolLost, match="closed the connection during a call"):
                 await answer(one, "die")
             with pytest.raises(ToolLost, match="is lost"):
                 await answer(one, "add", a=1, b=1)

@@ -77,11 +77,11 @@ def fake_programs(folder: Path, bwrap: str) -> str:
     ("bwrap", "says"),
     [
         (None, "bwrap is not installed (package bubblewrap)"),
-        ("echo bubblewrap 0.5.0", "bubblewrap 0.5.0 is too old: 0.8 is wanted"),
+        ("echo bubblewrap 0.5.0", "bubblewrap 0.5.0 is too old: at least 0.8 is required"),
         (
             '[ "$1" = --version ] && echo bubblewrap 0.11.0 && exit; echo "bwrap: No permissions to create new '
             'namespace" >&2; exit 1',
-            "bwrap cannot isolate here: bwrap: No permissions to create new namespace",
+            "bwrap cannot isolate commands on this host: bwrap: No permissions to create new namespace",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_host_that_cannot_isolate_is_refused_and_told_why(bwrap, says: str, mo
         assert refusal() == says
         with pytest.raises(InvalidRequest) as refused:
             ShellTool()
-    assert refused.value.message == f"no sandbox can run here: {says}"
+    assert refused.value.message == f"no sandbox can run on this host: {says}"
     assert refused.value.param == "tools"
 
 
@@ -225,7 +225,7 @@ def processes() -> str:
 @isolates
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "", "x" * 600, "a\0b"])
 async def test_files_outside_the_folder_are_refused(path: str) -> None:
-    with pytest.raises(InvalidRequest, match="is no path within the folder"):
+    with pytest.raises(InvalidRequest, match="is not a relative path within"):
         async with opened(**{path: "x"}):
             pass
 
@@ -264,7 +264,7 @@ async def test_a_folder_can_be_carried_to_another_session() -> None:
         await said(first, "echo two > b.txt; chmod 700 b.txt; ln -s b.txt link; rm a.txt")
         state = await first.snapshot()
         await said(first, f"head -c {2 * MAX_STATE_BYTES} /dev/zero > big")
-        with pytest.raises(ToolError, match="no tar file of 1024 KiB"):
+        with pytest.raises(ToolError, match="tar file is larger than 1024 KiB"):
             await first.snapshot()
     async with opened(**{"a.txt": "one"}) as second:
         await second.restore(state)

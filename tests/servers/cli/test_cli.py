@@ -134,7 +134,7 @@ def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> N
         (["serve", "--config", "absent.yaml"], 1, "error: cannot read the config: --config absent.yaml: nothing"),
         (["rollout", "--tasks", "absent.jsonl"], 1, "--tasks absent.jsonl: nothing of that name is here, nor in"),
         (["rollout", "--push", "absent"], 1, "error: cannot read weights: --push absent: nothing of that name"),
-        (["rollout", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
+        (["rollout", "--url", "http://127.0.0.1:9"], 1, "error: no response from http://127.0.0.1:9"),
         (
             ["rollout", "--url", "http://127.0.0.1:9", "--config", "x"],
             2,
@@ -142,7 +142,7 @@ def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> N
         ),
         (["pause", "--mode", "never"], 2, "mode"),
         (["show", "t", "--run", "no-such-run"], 1, "error: no run 'no-such-run'"),
-        (["status", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
+        (["status", "--url", "http://127.0.0.1:9"], 1, "error: no response from http://127.0.0.1:9"),
     ],
 )
 def test_wrong_use_is_told_in_one_line(arguments: list[str], exit_code: int, message: str) -> None:

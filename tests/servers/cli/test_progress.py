@@ -42,7 +42,7 @@ async def test_the_three_oldest_of_the_run_and_what_they_wait_for(tmp_path: Path
         own = await client.submit([task], num_samples=4)
         async with open_progress(console, client) as progress, asyncio.timeout(30):
             progress.show(Tally(4, time.monotonic(), own.rollout_ids))
-            while output.getvalue().rpartition("rollout")[2].count(": loop since") < 3:
+            while output.getvalue().rpartition("rollout")[2].count(": loop for") < 3:
                 await asyncio.sleep(0.1)
         for rollout in (other, own):
             await client.cancel(rollout.rollout_ids[0])

@@ -87,7 +87,7 @@ def test_every_part_is_seen(size: tuple[int, int]) -> None:
         "vllm-new starting 12 s",
         "-000000/0 decode",
         "tool search 20 58 s",
-        "waits for its tool search since 58 s",
+        "has waited for its tool search for 58 s",
         "q end s sort",
     ):
         assert part in text
@@ -121,7 +121,7 @@ def test_keys_sort_select_and_open() -> None:
     assert any(line.startswith("> ") and "-000000/0" in line for line in lines_of(seen, SIZES[0], view)), "scrolled"
     opened = pressed("\n", view, seen.flight)
     text = "\n".join(lines_of(seen, SIZES[1], opened))
-    assert f"{names[0]}: decode since 0 s on vllm-00000000, turn 0, 0 tokens" in text
+    assert f"{names[0]}: decode for 0 s on vllm-00000000, turn 0, 0 tokens" in text
     assert pressed("\n", opened, seen.flight) == view
     gone = replace(seen, flight=FlightPage((), (), (), 9))
     assert "has ended" in "\n".join(lines_of(gone, SIZES[1], opened))
@@ -179,7 +179,7 @@ async def test_a_terminal_is_taken_and_given_back(tmp_path: Path) -> None:
             os.write(ours, b"s")
             await seen("for▾")
             os.write(ours, b"j\r")
-            await seen(f"{name}: loop since")
+            await seen(f"{name}: loop for")
             num_drawn = output.count(b"findings")
             await asyncio.sleep(2.5)
             assert output.count(b"findings") == num_drawn, "a line that stays is not written again"

@@ -183,11 +183,11 @@ async def test_records_that_nobody_reads_are_found(site, coordinator):
     for assignment in (await rollouts.take(report("w", 3), 0.0)).start:
         await hand_in(rollouts, "w", record(assignment))
     await site.clock.sleep(UNREAD_S + 1.0)
-    assert await found() == ["nobody reads the records of r: the first waits since 301 s"]
+    assert await found() == ["the records of r are not read: the oldest has waited for 301 s"]
     page = await read_page(coordinator, "r", 0, 2, 0.0)
     assert await found() == []
     await site.clock.sleep(UNREAD_S)
-    assert await found() == ["nobody reads the records of r: the first waits since 300 s"]
+    assert await found() == ["the records of r are not read: the oldest has waited for 300 s"]
     await read_page(coordinator, "r", page.cursor, 2, 0.0)
     await site.clock.sleep(UNREAD_S)
     assert (await coordinator.status()).unread == ()

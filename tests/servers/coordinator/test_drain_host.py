@@ -22,7 +22,7 @@ async def test_new_work_goes_to_other_hosts(site, coordinator):
     assert (await rollouts.take(taken_by("a"), 0.0)).start == ()
     start = (await rollouts.take(taken_by("b"), 0.0)).start
     assert [one.lease.replica_id for one in start] == ["b"] * 4
-    assert "a is drained: it gets no work" in (await coordinator.status()).degraded
+    assert "a is drained: it receives no work" in (await coordinator.status()).degraded
     await coordinator.drain_host("a", is_undone=True)
     await rollouts.submit("s", (make_group("g", 4),))
     assert assignment_ids((await rollouts.take(taken_by("a"), 0.0)).start)

@@ -98,7 +98,7 @@ async def test_a_replica_that_starts_while_the_fleet_sleeps_takes_no_memory(site
     assert not await coordinator.replicas.starting("b", SOFTWARE)
     (held,) = (await coordinator.status()).starting
     assert (held.replica_id, held.reason) == ("b", "the fleet sleeps")
-    assert "replica b waits to start since 0 s: the fleet sleeps" in (await coordinator.status()).degraded
+    assert "replica b has been waiting to start for 0 s: the fleet sleeps" in (await coordinator.status()).degraded
     await coordinator.replicas.wake(ALL_MEMORY)
     assert await coordinator.replicas.starting("b", SOFTWARE)
     await site.join("b")
@@ -583,7 +583,7 @@ async def test_a_replica_that_samples_noise_is_named(site, coordinator):
     report = replace(site.engines["b"].report(), is_noise=True)
     await coordinator.replicas.heartbeat("b", report)
     assert (await coordinator.status()).degraded == (
-        "replica b samples noise: its logprobs stay at -ln(vocabulary)",
+        "replica b has broken weights: its sampled logprobs stay at -ln(vocabulary)",
     )
     await coordinator.replicas.heartbeat("b", report)
     assert counted(coordinator.replicas.tally)["logprob_problems_total", ()] == 1

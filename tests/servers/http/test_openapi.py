@@ -45,19 +45,20 @@ CHAINS = {
 }
 """Calls that are made with what the ones before answered: the ids of sessions and rollouts above all."""
 RULES = {
-    "a rule between fields": r"give either|needs |above the maximum|differ|two sessions|different sessions|"
+    "a rule between fields": r"give either|needs |requires |above the maximum|differ|two sessions|"
     r"exactly one|must be|without tools|there is no (tool|turn)|two tools|holds no |is empty|twice|"
-    r"exclude each other|kept for sessions|something else to score|not the client's to set|"
-    r"the arguments have at most|give a rid|rid must have|an update is a|for \d+ names|expected world_size|"
-    r"is below min_version",
-    "what no schema says of an image or of a 32-bit float": r"data URL|an image is a|"
-    r"takes no images|does not accept images|is not finite",
+    r"different sessions|exclude each other|cannot be combined|is greater than|kept for sessions|"
+    r"something else to score|not the client's to set|the arguments have at most|give a rid|rid must have|"
+    r"an update is a|for \d+ names|expected world_size|is below min_version",
+    "what no schema says of an image or of a 32-bit float": r"data URL|an image (is|must be) a|"
+    r"takes no images|does not accept images|is not finite|finite 32-bit",
     "the model's bounds": r"leaves no room|outside \[0|context",
     "what is not implemented": r"not supported|images are not fetched|only text is answered|"
     r"one prompt|cannot be continued|not edited|engine cannot|broadcast is not taken|does not support|"
     r"requires scores of the prompt|cannot be (recorded|streamed)|completely",
-    "free JSON that no codec holds": r"nested (deeper|too deeply)|beyond 64 bits|not JSON of 64-bit|lone surrogate",
-    "no schema for a compiler": r"\$ref|a schema has|a pattern contains",
+    "free JSON that no codec holds": r"nested (deeper|too deeply)|(beyond|into) 64 bits|not JSON of 64-bit|"
+    r"lone surrogate",
+    "no schema for a compiler": r"\$ref|a schema has|a pattern (has|contains)",
     "not of this service": r"weight roots|unknown (tool|loop|reward)",
 }
 """Why what the document allows may yet be refused, by the text of the refusal: a schema cannot say these."""

@@ -171,6 +171,6 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
     assert row.flight.left_s is not None
     assert row.flight.left_s < 600
     assert row.replica.startswith("simulated-")
-    assert told.text.startswith(f"{row.id}: loop since")
+    assert told.text.startswith(f"{row.id}: loop for")
     assert Cause.LOOP in {one.cause for one in rest}
-    assert "waits for its loop" in shown.decode()
+    assert "has waited for its loop" in shown.decode()

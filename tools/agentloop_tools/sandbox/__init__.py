@@ -1,4 +1,4 @@
-"""Sandboxes behind one port. Each adapter's header says what isolation it gives."""
+"""Sandboxes behind one interface. Each adapter's module docstring describes the isolation that it provides."""
 
 from agentloop_tools.sandbox.grading import VERDICT, Grade, grade
 from agentloop_tools.sandbox.port import Sandbox, Sandboxes, SandboxLimits, SandboxRun, SandboxSource

@@ -1,24 +1,23 @@
-"""Sandboxes of bubblewrap on this host: what is isolated, which limits hold, and whether this host allows it.
+"""Sandboxes with bubblewrap on this host.
 
-Isolation it gives: namespaces of its own for users, processes, network, mounts, IPC and names. No network, not even
-loopback to the host; of the host's files `/usr` and its libraries, read-only, or an image's files instead;
-nothing of homes, `/etc` or `/var`; a writable folder, `/task`, and a small `/tmp`; no environment variables of
-ours; no user namespaces inside, no capabilities, no gain of privileges.
+Isolated: separate user, process, network, mount, IPC and host name namespaces. No network, not even the host's
+loopback; of the host's files only `/usr` and its libraries, read-only, or an image's files instead; no home
+folders, `/etc` or `/var`; a writable folder `/task` and a small `/tmp`; no environment variables of the service; no
+nested user namespaces, no capabilities, no new privileges. A seccomp filter (`confine.py`) refuses sockets that no
+namespace isolates and memory that no limit counts.
 
-A seccomp filter (`confine.py`) refuses sockets that no namespace isolates and memory that no limit counts.
+Not isolated: the kernel is shared. The kernel limits the number of processes and the CPU time and memory of each
+process (`setrlimit(2)`). Several times a second, a monitor adds up the memory and CPU time of all processes and the
+size of the folder, including deleted files that are still open, and kills a sandbox that exceeds a limit. So a
+limit can be exceeded briefly. In a full folder a command can only remove files. If the service runs as root,
+commands run as the user `nobody`, because the kernel does not limit root's processes.
 
-Isolation it does not give: the kernel is shared. The kernel limits processes, and the CPU seconds and memory of
-each process (`setrlimit(2)`). Several times a second while a process runs, a watch adds up the memory and CPU time
-of all processes and the size of the folder, deleted files that are still open included, and kills a sandbox that
-exceeds a limit: bounds, not quotas. In a full folder a command can remove files, and write none.
-Started as root, commands run as the user `nobody`: the kernel holds root to no limit of processes.
+Each sandbox has three idle processes. `unshare` creates the user namespace and forbids nested ones. It also keeps
+the `/proc` folder of the first process of `bwrap` open, so that a reused process id cannot select another process.
+Commands enter through that folder (`nsenter`) with their limits set. All processes end with this process and with
+`bwrap`. A limit kills the namespaces; the next command creates new ones with the same folder.
 
-Three processes of a sandbox wait. `unshare` makes its user namespace and forbids others inside; it also holds the
-`/proc` folder of the first process of `bwrap`, so that a number that is used again leads to no other process. A
-command enters through that (`nsenter`), with its limits set. All die with this process, and with `bwrap`. A limit
-kills the namespaces and all in them: the next command makes new ones around the same folder.
-
-Nothing is weakened where a host forbids a part of this: `refusal` says what is missing, and nothing runs.
+If the host does not support a part of this, `refusal` returns the reason and no command runs.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from agentloop_tools.sandbox.images import ImageStore, RootImage, host_image
 from agentloop_tools.sandbox.port import DEFAULT_LIMITS, FOLDER, SandboxLimits, SandboxSource
 
 NOBODY = 65534
-MIN_VERSION = (0, 8)  # of bubblewrap: the one that the tests run
-MAX_DEPTH = 64  # of folders; a deeper one counts as too many files
+MIN_VERSION = (0, 8)  # of bubblewrap: the version that the tests use
+MAX_DEPTH = 64  # nesting of folders; a deeper folder counts as too many files
 _TMP_BYTES = 64 << 20
 _START_S = 20.0
-_FIRST_LOOK_S, _LOOK_S = 0.05, 0.4  # between two looks at memory and folder
-_PIPE_READS = 16  # of 64 KiB: the most that a pipe can hold
-_NUM_WAITING = 3  # threads of a sandbox in which nothing runs: bwrap's two, and a shell
-_NUM_SPARE = 8  # of a sandbox's processes: room for those that wait, and for the next command
+_FIRST_LOOK_S, _LOOK_S = 0.05, 0.4  # interval of the monitor, first and later
+_PIPE_READS = 16  # reads of 64 KiB: the maximum content of a pipe
+_NUM_WAITING = 3  # threads of an idle sandbox: two of bwrap, and a shell
+_NUM_SPARE = 8  # processes reserved for the idle ones and the next command
 _ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": FOLDER,
@@ -69,47 +68,49 @@ read _
 """
 _PAGE_BYTES, _TICKS_PER_S = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 _CONFINED = (sys.executable, "-I", "-S", confine.__file__)
-_NAMESPACES = ("user", "mount=mnt", "pid", "net", "ipc", "uts", "cgroup")  # nsenter's name, and the kernel's
+_NAMESPACES = ("user", "mount=mnt", "pid", "net", "ipc", "uts", "cgroup")  # nsenter's name=the kernel's name
 
 
 @dataclass(frozen=True, slots=True)
 class FolderUse:
-    """The content of a folder; `is_too_deep` of one whose folders are nested beyond MAX_DEPTH."""
+    """The size of a folder. `is_too_deep` is True if folders are nested deeper than MAX_DEPTH."""
 
     num_files: int = 0
     num_bytes: int = 0
     is_too_deep: bool = False
 
     def excess(self, limits: SandboxLimits, began: FolderUse) -> str | None:
-        """Say what there is too much of, and more than when a command `began`; None: of nothing."""
+        """Return the limit that is exceeded, unless a command `began` with at least this size; None if none is."""
         is_deeper = self.is_too_deep and not began.is_too_deep
         if self.num_files > max(limits.max_files, began.num_files) or is_deeper:
-            return f"{FOLDER} holds more than {limits.max_files} files, or folders deeper than {MAX_DEPTH}"
+            return f"{FOLDER} contains more than {limits.max_files} files, or folders deeper than {MAX_DEPTH}"
         if self.num_bytes > max(limits.max_folder_bytes, began.num_bytes):
-            return f"{FOLDER} holds more than {limits.max_folder_bytes >> 20} MiB"
+            return f"{FOLDER} contains more than {limits.max_folder_bytes >> 20} MiB"
         return None
 
 
 def refusal(base: Path | None = None) -> str | None:
-    """Return why this host cannot isolate commands, in one line; None: it can. Takes a few milliseconds.
+    """Return the reason that this host cannot isolate commands, in one line; None if it can.
 
-    `base` is a folder under which those of sandboxes will lie.
+    `base` is the parent folder of the sandboxes' folders. Takes a few milliseconds.
     """
     if sys.platform != "linux":
         return f"bubblewrap needs Linux, this is {sys.platform}"
     if not confine.is_known(machine := os.uname().machine):
-        return f"no seccomp filter is known for {machine}"
+        return f"there is no seccomp filter for the machine type {machine}"
     for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux"), ("tar", "tar")):
         if shutil.which(program) is None:
             return f"{program} is not installed (package {package})"
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False).stdout
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found < MIN_VERSION:
-        return f"{version.strip()} is too old: {'.'.join(map(str, MIN_VERSION))} is wanted"
+    installed = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if installed < MIN_VERSION:
+        return f"{version.strip()} is too old: at least {'.'.join(map(str, MIN_VERSION))} is required"
     with tempfile.TemporaryDirectory(dir=base, prefix="probe-") as folder, ThreadPoolExecutor(1) as thread:
         _give(Path(folder))
-        why_not = thread.submit(asyncio.run, _probe(Path(folder))).result()  # also beside a running loop
-    return None if why_not is None else f"bwrap cannot isolate here: {' '.join(why_not.split())}"
+        problem = thread.submit(
+            asyncio.run, _probe(Path(folder))
+        ).result()  # in a thread: a loop may run in this one
+    return None if problem is None else f"bwrap cannot isolate commands on this host: {' '.join(problem.split())}"
 
 
 async def _probe(folder: Path) -> str | None:
@@ -126,34 +127,39 @@ async def _probe(folder: Path) -> str | None:
 
 
 def _give(folder: Path) -> None:
-    """Make the sandbox's user the owner of a folder. As root alone; else a no-op."""
+    """If this process is root, make the sandbox's user the owner of a folder."""
     if os.geteuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
 
 
 class Bubblewrap(CommandSandboxes):
-    """Sandboxes of this host; owns their folders, below one of its own that goes with it."""
+    """Creates sandboxes on this host. It owns their folders, which `close` removes."""
 
     def __init__(self, *, read_only: Sequence[str | Path] = (), images: str | Path | None = None) -> None:
-        """`read_only` are folders of the host that commands see, where they are; `images` is a folder that keeps
-        unpacked images (None: one that goes with this object). Raises InvalidRequest, with param "tools", where
-        the host cannot isolate commands."""
+        """`read_only` are folders of the host that are visible at the same path.
+
+        `images` is a permanent folder for unpacked images; None: one that `close` removes. Raises InvalidRequest
+        with param "tools" if the host cannot isolate commands.
+        """
         super().__init__()
         self._read_only = [Path(path).resolve() for path in read_only]
         self._lock, self._base = _own_base()
         self._images = ImageStore(self._base / "images" if images is None else Path(images))
-        if (why_not := refusal(self._base)) is not None:
+        if (problem := refusal(self._base)) is not None:
             self._remove()
-            raise InvalidRequest(f"no sandbox can run here: {why_not}", param="tools")
+            raise InvalidRequest(f"no sandbox can run on this host: {problem}", param="tools")
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> BubblewrapSandbox:
         if source.network is not None:
-            raise InvalidRequest("a bubblewrap sandbox has no network", param="network")
+            raise InvalidRequest(
+                f"bubblewrap sandboxes have no network: the source must not set network {source.network!r}",
+                param="network",
+            )
         image = host_image() if source.image is None else await self._images.unpacked(source.image)
         try:
             folder = Path(tempfile.mkdtemp(dir=self._base, prefix="task-"))
         except OSError as error:
-            raise ToolLost(f"a sandbox cannot be made: {error}") from error
+            raise ToolLost(f"cannot create a sandbox: {error}") from error
         _give(folder)
         return BubblewrapSandbox(self, source, limits, folder, image.seeing(self._read_only))
 
@@ -170,7 +176,7 @@ class Bubblewrap(CommandSandboxes):
 
 
 class BubblewrapSandbox(CommandSandbox):
-    """A folder, and the namespaces around it while they live."""
+    """A sandbox: a folder, and the namespaces that use it while they exist."""
 
     def __init__(
         self, maker: Bubblewrap, source: SandboxSource, limits: SandboxLimits, folder: Path, image: RootImage
@@ -187,7 +193,7 @@ class BubblewrapSandbox(CommandSandbox):
     async def put_tar(self, data: bytes) -> None:
         await super().put_tar(data)
         use = await asyncio.to_thread(folder_use, self._folder, self._limits)
-        if (excess := use.excess(self._limits, FolderUse())) is not None:  # between two looks
+        if (excess := use.excess(self._limits, FolderUse())) is not None:  # do not wait for the monitor
             raise ToolError(excess)
 
     async def remove(self) -> None:
@@ -196,9 +202,9 @@ class BubblewrapSandbox(CommandSandbox):
         await asyncio.to_thread(remove_tree, self._folder)
 
     async def begin(self) -> None:
-        """Make the namespaces where there are none: at first, and after a limit has killed them.
+        """Create the namespaces if there are none: at the start, and after a limit has killed them.
 
-        Also where background processes leave no room for a command, not even for one that kills them.
+        Also replace them if background processes leave no capacity for a command, even for one that kills them.
         """
         most = max(_NUM_WAITING, self._limits.max_processes - _NUM_SPARE)
         if not self._namespaces.is_alive or self._namespaces.usage().num_threads > most:
@@ -207,7 +213,7 @@ class BubblewrapSandbox(CommandSandbox):
 
     async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
         status = await self._perform(program, limits, given, printed)
-        if status == 1 and printed.begins_with(b"nsenter: "):  # the last command was killing the sandbox
+        if status == 1 and printed.begins_with(b"nsenter: "):  # the namespaces were being killed: retry in new ones
             await self._namespaces.end()
             printed.clear()
             status = await self._perform(program, limits, given, printed)
@@ -236,7 +242,7 @@ class BubblewrapSandbox(CommandSandbox):
             self._watching.cancel()
 
     async def _look(self, limits: SandboxLimits, began: FolderUse, began_cpu_s: float) -> None:
-        """Add up what all processes use until it exceeds a limit. Continues after the command while others run."""
+        """Monitor the sandbox's usage, and kill it at a limit. Continues while background processes run."""
         pause_s, max_cpu_s = _FIRST_LOOK_S, limits.run_s * (os.cpu_count() or 1)
         while self._excess is None and self._namespaces.is_alive:
             await asyncio.sleep(pause_s)
@@ -255,12 +261,12 @@ class BubblewrapSandbox(CommandSandbox):
 
 
 class _Namespaces:
-    """The namespaces of a sandbox: none, or those of a first process, while that lives."""
+    """The namespaces of a sandbox. They exist while their first process lives."""
 
     def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []  # the holder, and bwrap
+        self._processes: list[subprocess.Popen[bytes]] = []  # `unshare` and `bwrap`
         self._entered: list[_Entered] = []
-        self._first: int | None = None  # a pidfd of the first process inside: with it all others die
+        self._first: int | None = None  # a pidfd of the first process inside; its death kills all others
         self._starting: asyncio.Future[None] | None = None
         self._ending = asyncio.Lock()
 
@@ -270,18 +276,18 @@ class _Namespaces:
 
     @property
     def is_busy(self) -> bool:
-        """True while a process of a command is left."""
+        """True while a command or a background process runs."""
         return self.is_alive and self.usage().num_threads > _NUM_WAITING
 
     async def start(self, image: RootImage, folder: Path) -> None:
-        """Make them. Raises ToolLost where this host does not."""
+        """Create the namespaces. Raises ToolLost if the host refuses."""
         self._starting = asyncio.ensure_future(self._start(image, folder))
         try:
             async with asyncio.timeout(_START_S):
                 await asyncio.shield(self._starting)
         except (OSError, TimeoutError, IndexError, ToolLost) as error:
             await self.end()
-            raise ToolLost(str(error) or "a sandbox could not be started in time") from error
+            raise ToolLost(str(error) or f"the sandbox did not start within {_START_S:g} s") from error
 
     async def _start(self, image: RootImage, folder: Path) -> None:
         mapped = ("--user", "--map-user=1000", "--map-group=1000", "--keep-caps")
@@ -302,36 +308,36 @@ class _Namespaces:
         return started
 
     def enter(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> _Entered:
-        """Start a program inside, within limits that the kernel holds. Raises ToolLost."""
+        """Start a program inside, with the limits that the kernel enforces. Raises ToolLost."""
         held = f"/proc/{self._processes[0].pid}/fd/3/ns"
         command = _chain(
             *("prlimit", f"--as={limits.max_memory_bytes}", f"--nproc={limits.max_processes}", "--core=0"),
             *(f"--fsize={limits.max_folder_bytes}", f"--cpu={max(1, round(limits.run_s))}", "--nofile=256"),
-            *("nsenter", *(f"--{one.split('=')[0]}={held}/{one.split('=')[-1]}" for one in _NAMESPACES)),
+            *("nsenter", *(f"--{name.split('=')[0]}={held}/{name.split('=')[-1]}" for name in _NAMESPACES)),
             *("--preserve-credentials", "--", *program),
         )
         try:
             entered = _Entered([*_CONFINED, *command], given, printed)
         except OSError as error:
-            raise ToolLost(f"a command cannot be started: {error}") from error
-        self._entered = [*(one for one in self._entered if one.is_open), entered]
+            raise ToolLost(f"cannot start a command: {error}") from error
+        self._entered = [*(earlier for earlier in self._entered if earlier.is_open), entered]
         return entered
 
     def usage(self) -> TreeUse:
-        """Return the use of all processes."""
-        running = (one.process.pid for one in self._entered if one.process.returncode is None)
+        """Return the usage of all processes."""
+        running = (entered.process.pid for entered in self._entered if entered.process.returncode is None)
         return tree_use(*(process.pid for process in self._processes[-1:]), *running)
 
     def kill(self) -> None:
-        """Kill all that is inside."""
+        """Kill all processes inside."""
         if self._first is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill all, and wait until nothing is left. Idempotent."""
+        """Kill all processes and wait until they have ended. Idempotent."""
         async with self._ending:
-            if self._starting is not None:  # bwrap that is killed meanwhile can leave a process that waits for it
+            if self._starting is not None:  # killing bwrap while it starts could leave a process that waits for it
                 await asyncio.wait({self._starting}, timeout=_START_S)
                 self._starting.cancel()
                 await asyncio.gather(self._starting, return_exceptions=True)
@@ -342,7 +348,7 @@ class _Namespaces:
                 await entered.end()
             for process in self._processes:
                 if self._first is None or process is self._processes[0]:
-                    process.kill()  # else it is bwrap, which reaps the first process inside, and ends
+                    process.kill()  # otherwise it is bwrap, which reaps the first process inside and ends
                 await _exit(process)
                 _pipe(process.stdin).close()
                 _pipe(process.stdout).close()
@@ -352,7 +358,7 @@ class _Namespaces:
 
 
 class _Entered:
-    """A program inside, and a reader of what it and its children print."""
+    """A program inside, with a reader of the output of the program and its children."""
 
     def __init__(self, command: Sequence[str], given: bytes, printed: Printed) -> None:
         with open(os.memfd_create("given", os.MFD_ALLOW_SEALING), "w+b", buffering=0) as file:
@@ -368,11 +374,11 @@ class _Entered:
 
     @property
     def is_open(self) -> bool:
-        """True while it runs, or a process that it left behind can print."""
+        """True while the program runs or one of its background processes can still print."""
         return self.process.returncode is None or not self._pipe.closed
 
     def _read(self) -> bool:
-        """Read once. Return whether there may be more now."""
+        """Read once. Returns True if more output may be available."""
         try:
             chunk = b"" if self._pipe.closed else os.read(self._pipe.fileno(), 65_536)
         except BlockingIOError:
@@ -388,7 +394,10 @@ class _Entered:
             self._pipe.close()
 
     async def wait(self) -> int:
-        """Wait until the program has ended, and return its status. Others that it started may go on, and print."""
+        """Wait until the program has ended, and return its status.
+
+        Its background processes may continue to print.
+        """
         await _exit(self.process)
         for _ in range(_PIPE_READS):
             if not self._read():
@@ -396,7 +405,7 @@ class _Entered:
         return self.process.returncode
 
     async def end(self) -> None:
-        """Wait until it is gone, killed with its namespaces, and stop reading."""
+        """Kill the program, wait for its end and stop reading."""
         self.process.kill()
         await _exit(self.process)
         while self._read():
@@ -405,7 +414,10 @@ class _Entered:
 
 
 def _popen(command: Sequence[str], given: int | IO[bytes], *fds: int) -> subprocess.Popen[bytes]:
-    """Start a program that prints into a pipe. Not in a thread that ends: what it starts would end with that."""
+    """Start a program whose output is a pipe.
+
+    Do not call it in a thread that ends: the program would end with it.
+    """
     return subprocess.Popen(
         command,
         stdin=given,
@@ -424,13 +436,13 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 def _chain(program: str, *arguments: str) -> list[str]:
-    """Return a command line that runs without privileges, and without a way to gain them."""
+    """Return a command line that runs a program without privileges and without a way to gain them."""
     as_nobody = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups") if os.geteuid() == 0 else ()
     return ["setpriv", *as_nobody, "--no-new-privs", shutil.which(program) or program, *arguments]
 
 
 def _bwrap(users: int, image: RootImage, folder: Path) -> list[str]:
-    """Return the command line that makes the other namespaces of a user namespace, and waits in them."""
+    """Return the command line that creates the other namespaces in a user namespace and waits in them."""
     mounts = list(image.mounts)
     for name in ("/tmp", "/dev/shm"):
         mounts += ["--size", str(_TMP_BYTES), "--tmpfs", name]
@@ -444,7 +456,7 @@ def _bwrap(users: int, image: RootImage, folder: Path) -> list[str]:
 
 
 async def _says(process: subprocess.Popen[bytes], word: str) -> None:
-    """Wait for a word that a program prints. Raises ToolLost with what it prints instead."""
+    """Wait until a program prints a word. Raises ToolLost with any other output."""
     line, pipe = b"", _pipe(process.stdout)
     while not line.endswith(b"\n"):
         await _readable(pipe.fileno())
@@ -464,9 +476,9 @@ async def _exit(process: subprocess.Popen[bytes]) -> None:
 
 
 async def _readable(fd: int) -> None:
-    """Wait until there is something to read, or until the process of a pidfd has ended."""
+    """Wait until a file descriptor is readable, or until the process of a pidfd has ended."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    with _closing(os.dup(fd)) as own:  # another task may wait for the same
+    with _closing(os.dup(fd)) as own:  # several tasks may wait for the same descriptor
         loop.add_reader(own, readable.set)
         try:
             await readable.wait()
@@ -476,7 +488,6 @@ async def _readable(fd: int) -> None:
 
 @contextlib.contextmanager
 def _closing(fd: int) -> Iterator[int]:
-    """Close a file descriptor at the end."""
     try:
         yield fd
     finally:
@@ -491,28 +502,28 @@ def _has_ended(pidfd: int) -> bool:
 
 @dataclass(slots=True)
 class TreeUse:
-    """The use of processes and their descendants. `cpu_s` includes descendants that have ended and were reaped."""
+    """The usage of processes and their descendants. `cpu_s` includes descendants that were reaped."""
 
-    num_bytes: int = 0  # resident
+    num_bytes: int = 0  # resident memory
     num_threads: int = 0
     cpu_s: float = 0.0
     deleted: dict[tuple[int, int], int] = field(default_factory=dict)
     """Bytes of deleted files that are still open or mapped, by device and inode."""
 
     def num_deleted_bytes(self, device: int) -> int:
-        """Return the bytes of deleted files on a device."""
+        """Return the bytes of the deleted files on a device."""
         return sum(num_bytes for (own, _), num_bytes in self.deleted.items() if own == device)
 
 
 def tree_use(*pids: int) -> TreeUse:
-    """Return the use of processes and their descendants."""
+    """Return the usage of processes and their descendants."""
     use, waiting = TreeUse(), list(pids)
     while waiting:
         pid = waiting.pop()
-        with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
+        with contextlib.suppress(OSError, ValueError):  # the process has ended
             use.num_bytes += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            use.cpu_s += sum(map(int, fields[11:15])) / _TICKS_PER_S  # own, and of children that were reaped
+            use.cpu_s += sum(map(int, fields[11:15])) / _TICKS_PER_S  # including reaped children
             for thread in os.listdir(f"/proc/{pid}/task"):
                 use.num_threads += 1
                 waiting += _children(pid, thread)
@@ -527,7 +538,7 @@ def _add_deleted(deleted: dict[tuple[int, int], int], pid: int) -> None:
             if file.st_nlink == 0 and stat.S_ISREG(file.st_mode):
                 deleted[file.st_dev, file.st_ino] = file.st_blocks * 512
     for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-        if line.endswith(" (deleted)"):  # its descriptor may be closed
+        if line.endswith(" (deleted)"):  # a mapped file, whose descriptor may be closed
             addresses, _, _, device, inode = line.split(maxsplit=5)[:5]
             first, _, end = addresses.partition("-")
             major, _, minor = device.partition(":")
@@ -540,7 +551,7 @@ def _children(pid: int, thread: int | str) -> list[int]:
 
 
 def folder_use(folder: Path, limits: SandboxLimits) -> FolderUse:
-    """Count what is in a folder, following no link, and not much further than the limits go."""
+    """Return the size of a folder. Does not follow links, and stops well beyond the limit of files."""
     num_files, num_bytes, is_too_deep, waiting = 0, 0, False, [(str(folder), 0)]
     while waiting and num_files <= 2 * limits.max_files:
         path, depth = waiting.pop()
@@ -560,13 +571,13 @@ def folder_use(folder: Path, limits: SandboxLimits) -> FolderUse:
 
 
 def _own_base() -> tuple[int, Path]:
-    """Make a folder for sandboxes, locked while this process lives; remove those of processes that died."""
+    """Create a folder for sandboxes, locked while this process lives. Removes the folders of ended processes."""
     root = Path(tempfile.gettempdir()) / f"agentloop-sandboxes-{os.geteuid()}"
     root.mkdir(mode=0o711, exist_ok=True)
     if root.stat().st_uid != os.geteuid():
-        raise InvalidRequest(f"{root} is somebody else's", param="tools")
+        raise InvalidRequest(f"the folder {root} belongs to another user: remove it, or set TMPDIR", param="tools")
     with (root / ".lock").open("w") as making:
-        fcntl.flock(making, fcntl.LOCK_EX)  # or another process would remove ours before it is locked
+        fcntl.flock(making, fcntl.LOCK_EX)  # otherwise another process could remove our folder before it is locked
         for left in root.iterdir():
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             with contextlib.suppress(OSError), _closing(os.open(left, flags)) as held:
@@ -581,7 +592,7 @@ def _own_base() -> tuple[int, Path]:
 
 
 def _kill_stuck(base: Path) -> None:
-    """Kill what a bwrap left behind that died with its worker while it was starting: it would wait for ever."""
+    """Kill processes of a bwrap that was killed with its worker while it started. They would wait forever."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), _closing(os.pidfd_open(int(pid))) as pidfd:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -590,11 +601,11 @@ def _kill_stuck(base: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that a policy wrote to, of any depth and any permissions; follows no link. Idempotent."""
+    """Remove a policy's folder of any depth and permissions, without following links. Idempotent."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
         return
-    except (OSError, RecursionError):  # what the policy has shut, or nested without end
+    except (OSError, RecursionError):  # folders without permissions, or nested very deep
         for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
             subprocess.run([*command, "--", str(folder)], stderr=subprocess.DEVNULL, check=False)

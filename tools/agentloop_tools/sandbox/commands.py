@@ -1,7 +1,7 @@
-"""Sandboxes each of whose verbs is a command inside: an adapter says how one is made, and how a program runs there.
+"""Sandboxes whose operations are all commands. An adapter implements creating one and running a program in it.
 
-A session of separate commands needs a shell alone: each begins with the folder and the exported variables that the
-last one ended with, which it finds in a file. So it has none where that file cannot be written.
+A shell session needs no permanent shell process: each command stores the current folder and the exported variables
+in a file, which the next command reads. If that file cannot be written, there is no session.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __command=$1; shift; eval "$__command"
 
 
 class CommandSandboxes(ABC):
-    """The maker of CommandSandboxes; keeps those that are open, and snapshots as files without a name."""
+    """Creates CommandSandboxes. It owns the open ones and the snapshots, which are unnamed temporary files."""
 
     def __init__(self) -> None:
         self._open: set[CommandSandbox] = set()
@@ -49,7 +49,7 @@ class CommandSandboxes(ABC):
 
     @abstractmethod
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> CommandSandbox:
-        """Make a sandbox with an empty folder, which `begin` starts."""
+        """Create a sandbox with an empty folder. `begin` starts it."""
 
     async def create(
         self, source: SandboxSource = DEFAULT_SOURCE, limits: SandboxLimits = DEFAULT_LIMITS
@@ -57,15 +57,16 @@ class CommandSandboxes(ABC):
         content = None
         if source.snapshot is not None:
             if (file := self._snapshots.get(source.snapshot)) is None:
-                raise InvalidRequest(f"there is no snapshot {source.snapshot[:80]!r}", param="snapshot")
+                raise InvalidRequest(f"unknown snapshot {source.snapshot[:80]!r}", param="snapshot")
             size = os.fstat(file.fileno()).st_size
-            content = await asyncio.to_thread(os.pread, file.fileno(), size, 0)  # moves no place of the file
+            # pread does not move the file position, so that snapshots can be read concurrently.
+            content = await asyncio.to_thread(os.pread, file.fileno(), size, 0)
         elif source.folder is not None:
             content = await asyncio.to_thread(tar_of_folder, source.folder)
         return await self.filled(source, limits, content)
 
     async def filled(self, source: SandboxSource, limits: SandboxLimits, content: bytes | None) -> CommandSandbox:
-        """Make a sandbox whose folder has the content of a tar file."""
+        """Create and start a sandbox whose folder has the content of a tar file."""
         sandbox = await self.make(source, limits)
         try:
             await sandbox.begin()
@@ -78,15 +79,15 @@ class CommandSandboxes(ABC):
         return sandbox
 
     def keep(self, content: bytes) -> str:
-        """Keep a snapshot, and name it."""
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its maker
+        """Store a snapshot and return its name."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         file.write(content)
         file.flush()
         self._snapshots[name := uuid.uuid4().hex] = file
         return name
 
     def forget(self, sandbox: CommandSandbox) -> None:
-        """Forget a sandbox that is closed."""
+        """Remove a closed sandbox."""
         self._open.discard(sandbox)
 
     async def close(self) -> None:
@@ -97,38 +98,39 @@ class CommandSandboxes(ABC):
 
 
 class CommandSandbox(ABC):
-    """One sandbox, for its maker's source."""
+    """One sandbox. Subclasses implement `begin`, `perform` and `remove`."""
 
     def __init__(self, maker: CommandSandboxes, source: SandboxSource, limits: SandboxLimits) -> None:
         self._maker = maker
         self._source = source
         self._limits = limits
         self._shell = "sh"
-        self._variables: Mapping[str, str] = {}  # that a session begins with, beside those of each program
+        self._variables: Mapping[str, str] = {}  # additional variables at the start of a session
         self._turn = asyncio.Lock()
         self._killing: asyncio.Future[None] | None = None
 
     @abstractmethod
     async def begin(self) -> None:
-        """Start it. Called once, first. Raises ToolLost."""
+        """Start the sandbox. Called once, before any other method. Raises ToolLost."""
 
     @abstractmethod
     async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
-        """Run a program with `given` as its input to its end, and return its status.
+        """Run a program with the input `given` and return its exit status. Raises ToolLost.
 
-        Its time is bounded by the caller; `printed.stopped` is another limit that stopped it. Raises ToolLost."""
+        The caller applies the time limit; `printed.stopped` reports any other limit that stopped the program.
+        """
 
     async def kill(self) -> None:
-        """Kill all that runs."""
+        """Kill all processes."""
         async with asyncio.timeout(KILL_S):
             await self.perform(KILL_ALL, self._limits, b"", Printed(0))
 
     @abstractmethod
     async def remove(self) -> None:
-        """Kill what runs and remove the files. Idempotent."""
+        """Kill all processes and remove the files. Idempotent."""
 
     async def run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
-        """Run a program to its end or its first limit. A cancellation kills it, too."""
+        """Run a program until it ends or reaches a limit. A cancellation kills it."""
         printed = Printed(limits.max_output_bytes)
         async with self._turn:
             try:
@@ -145,7 +147,7 @@ class CommandSandbox(ABC):
 
     async def exec(self, command: str, limits: SandboxLimits | None = None) -> SandboxRun:
         if "\0" in command:
-            raise ToolError("a command has no NUL")
+            raise ToolError("a command must not contain NUL characters")
         begin = [
             f"export {name}={shlex.quote(value)};"
             for name, value in self._variables.items()
@@ -168,7 +170,7 @@ class CommandSandbox(ABC):
         max_bytes = 2 * self._limits.max_folder_bytes if max_bytes is None else max_bytes
         ran = await self.run(self._script("tar -cf - ."), replace(self._limits, max_output_bytes=max_bytes))
         if ran.num_cut_bytes:
-            raise ToolError(f"the folder is no tar file of {max_bytes >> 10} KiB")
+            raise ToolError(f"the folder's tar file is larger than {max_bytes >> 10} KiB")
         return answer(ran)
 
     async def snapshot(self) -> str:
@@ -186,7 +188,7 @@ class CommandSandbox(ABC):
 
 
 class Printed:
-    """The output of a command: its first bytes are kept, all others counted."""
+    """The output of a command. The first `max_bytes` are kept, further bytes are only counted."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -206,18 +208,18 @@ class Printed:
         return self._kept.startswith(word)
 
     def run(self, status: int) -> SandboxRun:
-        """Return the end of the command that printed it, and keep no more of what others print."""
+        """Return the result of the command. Later output, of background processes, is discarded."""
         kept, self._kept, self._max_bytes = bytes(self._kept), bytearray(), 0
         return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, self.stopped)
 
 
 def fed(program: Sequence[str], given: bytes) -> Sequence[str]:
-    """Return a program whose input has a length, where its side of a connection cannot be closed."""
+    """Wrap a program so that its input ends after `given`, for connections that cannot close their input."""
     return ["sh", "-c", f'head -c {len(given)} | "$@"', "sh", *program] if given else program
 
 
 def tar_of(files: Mapping[str, bytes | str]) -> bytes:
-    """Pack files, given by their paths, as a tar file; text is UTF-8."""
+    """Pack files by path as a tar file. Text is encoded as UTF-8."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for path, content in files.items():
@@ -232,13 +234,13 @@ def tar_of_folder(folder: Path) -> bytes:
     """Pack the content of a folder as a tar file. Raises OSError."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in sorted(folder.iterdir()):
-            archive.add(name, arcname=name.name)
+        for path in sorted(folder.iterdir()):
+            archive.add(path, arcname=path.name)
     return packed.getvalue()
 
 
 def answer(ran: SandboxRun) -> bytes:
-    """Return the output of one of our own commands. Raises ToolError if it failed."""
+    """Return the output of an internal command. Raises ToolError if it failed."""
     if ran.status != 0 or ran.stopped is not None:
         text = ran.output.decode(errors="replace").strip()[:200]
         raise ToolError(ran.stopped or text or f"exit status {ran.status}")

@@ -1,8 +1,8 @@
-"""`python confine.py PROGRAM ARGUMENT...`: start a program under a seccomp filter that its children inherit.
+"""`python confine.py PROGRAM ARGUMENT...`: starts a program under a seccomp filter that its children inherit.
 
-It refuses sockets of families that a network namespace does not isolate (`AF_VSOCK` reaches the hypervisor),
+The filter refuses socket families that a network namespace does not isolate (`AF_VSOCK` reaches the hypervisor),
 memory that no limit counts (`memfd_create`, `memfd_secret`, System V shared memory), `io_uring`, whose operations
-no filter sees, and system calls of another architecture. It runs once for each command, so it imports little.
+bypass filters, and system calls of other architectures. The script runs for every command, so it has few imports.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import struct
 import sys
 
 ALLOWED_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
-_MACHINES = {  # by os.uname(): AUDIT_ARCH, the number of socket(2), and refused numbers
+_MACHINES = {  # by os.uname().machine: AUDIT_ARCH, the number of socket(2), and the refused system calls
     "x86_64": (0xC000003E, 41, (29, 319, 425, 447)),  # shmget, memfd_create, io_uring_setup, memfd_secret
     "aarch64": (0xC00000B7, 198, (194, 279, 425, 447)),
 }
@@ -25,7 +25,7 @@ _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2  # prctl(2)
 
 
 def is_known(machine: str) -> bool:
-    """Return True for a machine (`os.uname().machine`) that has a filter."""
+    """Return True if there is a filter for the machine (`os.uname().machine`)."""
     return machine in _MACHINES
 
 
@@ -51,7 +51,10 @@ def main() -> None:
     for arguments in ((_NO_NEW_PRIVILEGES, 1, 0), (_SET_SECCOMP, _FILTER, ctypes.byref(header))):
         if libc.prctl(*arguments, 0, 0):
             sys.exit(f"confine: seccomp is not available: {os.strerror(ctypes.get_errno())}")
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit that
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    ):  # Python ignores these signals; the program must not inherit that
         signal.signal(number, signal.SIG_DFL)
     os.execvp(sys.argv[1], sys.argv[1:])
 

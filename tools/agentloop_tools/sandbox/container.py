@@ -1,14 +1,13 @@
-"""Sandboxes that are containers of podman or docker, through the HTTP API that both serve on a socket.
+"""Sandboxes as containers of podman or docker, through the HTTP API that both serve on a Unix socket.
 
-Isolation it gives: that of the runtime, with no network unless a source names one of the runtime's, no capability,
-no gain of privileges, the user 1000, the image read-only, and its default seccomp filter. Memory and processes of a
-container are limited by its cgroup, `/task` and `/tmp` by their size in memory: quotas. Ask for gVisor or Kata by
-their name as `runtime`.
+Isolation: that of the container runtime, with no network unless the source names one, no capabilities, no new
+privileges, user 1000, a read-only image and the default seccomp filter. The cgroup limits memory and processes;
+`/task` and `/tmp` are in-memory file systems of limited size. For gVisor or Kata, set `runtime` to its name.
 
-Whoever can write to the socket of a daemon that runs as root is root: let podman run as the worker's user.
+A user with write access to the socket of a root daemon has root privileges: run podman as the worker's user.
 
-A container outlives a worker that is killed, by at most `max_life_s`: it ends by itself and removes itself.
-Podman 4.3 is tested. Docker serves the same API (1.41), and is not.
+If a worker is killed, its containers stop and are removed after at most `max_life_s`. Tested with podman 4.3.
+Docker serves the same API (1.41), but is not tested.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 _API = "/v1.41"
 _PULL_S = 1800.0
-_LIVE = "end=$(($(date +%s)+{seconds})); while [ $(date +%s) -lt $end ]; do sleep 60 & wait; done"  # and reap
+_LIVE = "end=$(($(date +%s)+{seconds})); while [ $(date +%s) -lt $end ]; do sleep 60 & wait; done"  # also reaps
 _TMP_BYTES = 64 << 20
-_FIRST_ASK_S, _ASK_S = 0.01, 0.3  # between two questions whether a command has ended
-_LAST_WORDS_S = 0.2  # of a command that ended while others still hold what it printed into
+_FIRST_ASK_S, _ASK_S = 0.01, 0.3  # interval of polls for the end of a command, first and later
+_LAST_WORDS_S = 0.2  # for the remaining output after a command's end: background processes may keep it open
 
 
 class Containers(ServiceSandboxes):
-    """Sandboxes of the runtime behind a socket."""
+    """Creates sandboxes with the container runtime that serves a socket."""
 
     def __init__(self, socket: str, *, image: str, runtime: str | None = None, max_life_s: float = 3600.0) -> None:
-        """`image` is that of a source without one; all need a shell and the usual programs beside it."""
+        """`image` is the default image. Images must have a shell and the standard utilities."""
         super().__init__("the container runtime", "http://runtime")
         self._image = image
         self._runtime = {} if runtime is None else {"Runtime": runtime}
@@ -51,13 +50,13 @@ class Containers(ServiceSandboxes):
         image = source.image or self._image
         wanted = self._wanted(image, source.network or "none", limits)
         try:
-            made = await self.ask("POST", "/containers/create", json=wanted)
+            container = await self.ask("POST", "/containers/create", json=wanted)
         except ToolLost as error:
-            if (error.details or {}).get("status") != 404:
+            if (error.details or {}).get("status") != 404:  # 404: the image has to be pulled
                 raise
             await self.ask("POST", "/images/create", params={"fromImage": image}, timeout_s=_PULL_S)
-            made = await self.ask("POST", "/containers/create", json=wanted)
-        return ContainerSandbox(self, source, limits, name=made["Id"])
+            container = await self.ask("POST", "/containers/create", json=wanted)
+        return ContainerSandbox(self, source, limits, name=container["Id"])
 
     def _wanted(self, image: str, network: str, limits: SandboxLimits) -> dict[str, Any]:
         memory = limits.max_memory_bytes + limits.max_folder_bytes + _TMP_BYTES
@@ -94,7 +93,7 @@ class Containers(ServiceSandboxes):
 
 
 class ContainerSandbox(CommandSandbox):
-    """A container, in which programs are started by `exec`."""
+    """A container. Programs run in it through the runtime's `exec` API."""
 
     def __init__(self, maker: Containers, source: SandboxSource, limits: SandboxLimits, *, name: str) -> None:
         super().__init__(maker, source, limits)
@@ -128,7 +127,7 @@ class ContainerSandbox(CommandSandbox):
 
     @contextlib.asynccontextmanager
     async def _started(self, name: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """Start a prepared program, and give the connection that becomes its input and output."""
+        """Start a prepared program. Yields the connection for its input and output."""
         body = b'{"Detach": false, "Tty": false}'
         head = (
             f"POST {_API}/exec/{name}/start HTTP/1.1\r\nHost: runtime\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
@@ -140,12 +139,12 @@ class ContainerSandbox(CommandSandbox):
                 writer.write(head.encode() + body)
                 answer = (await reader.readuntil(b"\r\n\r\n")).decode(errors="replace")
                 if answer.split()[1] != "101":
-                    raise ToolLost(f"the container runtime starts nothing: {answer.splitlines()[0]}")
+                    raise ToolLost(f"the container runtime did not start the command: {answer.splitlines()[0]}")
                 yield reader, writer
             finally:
                 writer.close()
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise ToolLost(f"the container runtime is gone: {error}") from error
+            raise ToolLost(f"the connection to the container runtime is lost: {error}") from error
 
     async def kill(self) -> None:
         async with asyncio.timeout(KILL_S):
@@ -157,7 +156,7 @@ class ContainerSandbox(CommandSandbox):
 
 
 async def _read(reader: asyncio.StreamReader, printed: Printed) -> None:
-    """Read frames: a byte for the stream, three of nothing, four of length, and what was printed."""
+    """Read output frames: one byte for the stream, three unused bytes, four bytes of length, and the output."""
     with contextlib.suppress(asyncio.IncompleteReadError):
         while True:
             header = await reader.readexactly(8)

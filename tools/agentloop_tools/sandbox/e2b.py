@@ -1,13 +1,13 @@
-"""Sandboxes of a provider that speaks E2B's API: E2B itself, or a service of one's own with the same calls.
+"""Sandboxes of a provider with E2B's API: E2B, or a compatible service.
 
-`POST /sandboxes` makes one of a template; in it a server starts programs and takes files. That server speaks
-Connect's streaming protocol in JSON, and is reached at a host name of the sandbox's own, or by its headers.
+`POST /sandboxes` creates a sandbox from a template. A server in the sandbox starts programs and receives files,
+with Connect's streaming protocol in JSON. It is reached at the sandbox's own host name or by headers.
 
-Isolation it gives: the provider's, at E2B a small virtual machine. Its network is off unless a source names
-`internet`. Processes, memory and disk are the template's; of our limits those of time and output hold.
-A sandbox outlives a worker that is killed, by at most `max_life_s`.
+Isolation: that of the provider, at E2B a small virtual machine. There is no network unless the source sets
+`internet`. The template determines processes, memory and disk; only the time and output limits are applied here. If
+a worker is killed, its sandboxes end after at most `max_life_s`.
 
-Tested against a server of our own that speaks this protocol, which the SDK e2b 2.63 accepts too; not against E2B.
+Tested with our own server for this protocol, which also works with the SDK e2b 2.63; not tested with E2B.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from agentloop_tools.sandbox.http import ServiceSandboxes
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 NETWORK = "internet"
-_IS_LAST = 2  # a flag of a message in a stream
+_IS_LAST = 2  # flag of the last message of a stream
 _GIVEN = "/tmp/.given"
 
 
 class E2B(ServiceSandboxes):
-    """Sandboxes of a provider."""
+    """Creates sandboxes at a provider."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class E2B(ServiceSandboxes):
         template: str = "base",
         max_life_s: float = 3600.0,
     ) -> None:
-        """A source's image names its template; `template` is used for a source without an image."""
+        """The image of a source is the name of a template; the default is `template`."""
         super().__init__("the provider of sandboxes", api_url)
         self._sandbox_url = sandbox_url
         self._template = template
@@ -52,7 +52,9 @@ class E2B(ServiceSandboxes):
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> E2BSandbox:
         if source.network not in (None, NETWORK):
-            raise InvalidRequest(f"the one network is {NETWORK!r}", param="network")
+            raise InvalidRequest(
+                f"unknown network {source.network!r}: the only network is {NETWORK!r}", param="network"
+            )
         wanted = {
             "templateID": source.image or self._template,
             "timeout": round(self._max_life_s),
@@ -63,12 +65,12 @@ class E2B(ServiceSandboxes):
         return E2BSandbox(self, source, limits, made, self._sandbox_url)
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """Call the provider's API, which alone is told the key."""
+        """Call the provider's API. Only these calls contain the API key, not those to a sandbox."""
         return await super().ask(method, path, headers=self._key, **options)
 
 
 class E2BSandbox(CommandSandbox):
-    """A sandbox, by the server inside."""
+    """A sandbox, controlled through the server in it."""
 
     def __init__(
         self, maker: E2B, source: SandboxSource, limits: SandboxLimits, made: dict[str, Any], url: str
@@ -85,7 +87,7 @@ class E2BSandbox(CommandSandbox):
 
     async def begin(self) -> None:
         if await self.run_as("root", ["mkdir", "-p", "-m", "777", FOLDER], Printed(0)):
-            raise ToolLost(f"{FOLDER} cannot be made")
+            raise ToolLost(f"cannot create {FOLDER} in the sandbox")
 
     async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
         if given:
@@ -98,7 +100,7 @@ class E2BSandbox(CommandSandbox):
         return await self.run_as("user", program, printed)
 
     async def run_as(self, user: str, program: Sequence[str], printed: Printed) -> int:
-        """Run a program as one of the template's users. Return its status."""
+        """Run a program as a user of the template, and return its exit status."""
         process = {"cmd": program[0], "args": list(program[1:]), "envs": {"HOME": FOLDER}}
         body = json.dumps({"process": process, "stdin": False}).encode()
         headers = {
@@ -109,12 +111,12 @@ class E2BSandbox(CommandSandbox):
         }
         url = f"{self._url}/process.Process/Start"
         framed = bytes([0]) + len(body).to_bytes(4, "big") + body
-        async with self._provider.call("POST", url, headers=headers, data=framed, timeout_s=None) as got:
-            async for message in _messages(got):
+        async with self._provider.call("POST", url, headers=headers, data=framed, timeout_s=None) as response:
+            async for message in _messages(response):
                 event = message.get("event", {})
                 for stream in ("stdout", "stderr"):
                     printed.add(base64.b64decode(event.get("data", {}).get(stream, "")))
-                if (end := event.get("end")) is not None:  # what it left behind may hold the stream open
+                if (end := event.get("end")) is not None:  # background processes may keep the stream open
                     is_killed = str(end.get("status", "")).startswith("signal")
                     return 137 if is_killed else int(end.get("exitCode", 0))
         raise ToolLost("the sandbox ended before its command")
@@ -124,11 +126,11 @@ class E2BSandbox(CommandSandbox):
 
 
 async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Read messages of Connect: a byte of flags, four of length, and JSON. Raises ToolLost for an error."""
+    """Yield Connect messages: one byte of flags, four bytes of length, and JSON. Raises ToolLost for an error."""
     with contextlib.suppress(asyncio.IncompleteReadError):
         while True:
             header = await answer.content.readexactly(5)
             message = json.loads(await answer.content.readexactly(int.from_bytes(header[1:], "big")))
             if header[0] & _IS_LAST and "error" in message:
-                raise ToolLost(f"the sandbox refuses: {message['error'].get('message', '')[:300]}")
+                raise ToolLost(f"the sandbox reports an error: {message['error'].get('message', '')[:300]}")
             yield message

@@ -1,14 +1,14 @@
-"""Grade the files that a policy left in a sandbox: run a test in a copy, and trust only a token that it prints.
+"""Grading of the files in a policy's sandbox: runs a test in a copy and trusts only a random token that it prints.
 
-The exit status proves nothing: code of the policy that the test imports can end its process with status 0. So a
-random token replaces the word `VERDICT`, and the test prints it in its last statement.
+The exit status is not sufficient, because policy code that the test imports can exit the process with status 0. A
+random token replaces the word `VERDICT`, and the last statement of the test prints it.
 
-Nothing that the policy wrote runs before the test. The copy has none of its processes and variables, HOME and
-Python's user folder are new, Python finds modules in `/task` only after its own (`PYTHONSAFEPATH`, Python 3.11 or
-newer), and pytest reads neither `conftest.py` nor a configuration there.
+No code of the policy runs before the test. The copy has none of its processes and variables, HOME and Python's user
+folder are new, Python searches `/task` for modules last (`PYTHONSAFEPATH`, Python 3.11 or newer), and pytest
+ignores `conftest.py` and configuration files there.
 
-It does not hide the token from policy code that searches the test's process or files for it. Where that matters,
-run the policy's program as another process, and compare its output in the reward (examples/15_repair.py).
+Policy code can still find the token in the test's process or files. If that matters, run the policy's program as a
+separate process and compare its output in the reward (examples/15_repair.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentloop_tools.sandbox.commands import tar_of
 from agentloop_tools.sandbox.port import FOLDER, Sandbox, SandboxLimits, SandboxRun
 
 VERDICT = "AGENTLOOP_VERDICT"
-"""The word, in a command or a file of `grade`, that the token replaces."""
+"""The word in the command and the files of `grade` that is replaced by the token."""
 
 _HOME = "/tmp/.grader"
 _SETUP = f"""
@@ -35,7 +35,7 @@ cd {FOLDER} || exit 125
 
 @dataclass(frozen=True, slots=True)
 class Grade(SandboxRun):
-    """A run of a test. `has_passed` if it printed its token; `status` proves nothing."""
+    """The result of a test. It has passed if it printed the token, regardless of its `status`."""
 
     has_passed: bool = False
 
@@ -46,10 +46,10 @@ async def grade(
     files: Mapping[str, bytes | str] | None = None,
     limits: SandboxLimits | None = None,
 ) -> Grade:
-    """Run a command in a copy of a sandbox, over whose files `files` are laid.
+    """Run a command in a copy of a sandbox, in which `files` are added or replaced.
 
-    The token replaces the word `VERDICT` in the command and in the files. Raises ToolError for files that do not
-    fit, and ToolLost.
+    The token replaces the word `VERDICT` in the command and the files. Raises ToolError for files that exceed the
+    limits, and ToolLost.
     """
     token = secrets.token_hex(16)
     copy = await sandbox.fork()

@@ -1,7 +1,7 @@
-"""Sandboxes that a service makes, and calls of that service.
+"""Sandboxes of an HTTP service, and the calls to it.
 
-A failure of the service is never text for the policy: it raises ToolLost. A call that was refused before it ran
-(429, or 503 with `Retry-After`) is repeated a few times.
+A failure of the service raises ToolLost, so that the policy never reads it. Calls that were refused before they ran
+(429, or 503 with `Retry-After`) are retried.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes
 from agentloop_tools.sandbox.port import SandboxLimits, SandboxSource
 
 _REQUEST_S = 60.0
-_FORM_ERRORS = (KeyError, TypeError, ValueError)  # raised by reading an answer of another form
-_CALL_ATTEMPTS = 3  # attempts of one request
+_FORM_ERRORS = (KeyError, TypeError, ValueError)  # raised by code that reads an unexpected response
+_CALL_ATTEMPTS = 3  # attempts per request
 
 
 class ServiceSandboxes(CommandSandboxes):
-    """Sandboxes of the service at a URL. Its calls raise ToolLost if it does not answer, or refuses."""
+    """Creates sandboxes with a service at a URL.
+
+    Calls raise ToolLost if it does not respond or reports an error.
+    """
 
     def __init__(self, name: str, url: str) -> None:
-        """`name` is the service's in errors."""
+        """`name` is the service's name in error messages."""
         super().__init__()
         self._name = name
         self._url = url
         self._http: aiohttp.ClientSession | None = None
 
     def connector(self) -> aiohttp.BaseConnector | None:
-        """Return the way to the service; None: TCP, checked by the usual authorities."""
+        """Return the connector to the service; None: TCP, with the system's certificate authorities."""
         return None
 
     @contextlib.asynccontextmanager
     async def http(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Give the client for calls, whose failures become ToolLost."""
-        if self._http is None:  # it belongs to the event loop
+        """Yield the HTTP client. Errors in the context are raised as ToolLost."""
+        if self._http is None:  # created here, because it belongs to the running event loop
             self._http = aiohttp.ClientSession(connector=self.connector(), base_url=self._url)
         try:
             yield self._http
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ToolLost(f"{self._name} does not answer: {error_line(error)}") from error
+            raise ToolLost(f"{self._name} does not respond: {error_line(error)}") from error
         except _FORM_ERRORS as error:
             raise self._misformed(error) from error
 
@@ -56,23 +59,26 @@ class ServiceSandboxes(CommandSandboxes):
             raise self._misformed(error) from error
 
     def _misformed(self, error: Exception) -> ToolLost:
-        return ToolLost(f"{self._name} answers in a form that its protocol does not have: {error_line(error)}")
+        return ToolLost(f"{self._name} sent a response that violates its protocol: {error_line(error)}")
 
     @contextlib.asynccontextmanager
     async def call(
         self, method: str, path: str, *, timeout_s: float | None = _REQUEST_S, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Call a path, or another URL."""
+        """Send a request to a path of the service, or to another URL. Yields the response."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self.http() as http, http.request(method, path, timeout=timeout, **options) as answer:
             if answer.status >= 400:
                 text = (await answer.text(errors="replace")).strip()[:300]
                 details = {"status": answer.status, "retry_after_s": _retry_after_s(answer)}
-                raise ToolLost(f"{self._name} answers {answer.status}: {text}", details=details)
+                raise ToolLost(f"{self._name} returned status {answer.status}: {text}", details=details)
             yield answer
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """Call a path for JSON; None for no content and for a stream. Raises ToolLost for any other text, too."""
+        """Send a request and return the JSON response; None for an empty or binary response.
+
+        Raises ToolLost, also for text that is not JSON.
+        """
         for attempt in range(1, _CALL_ATTEMPTS + 1):
             try:
                 async with self.call(method, path, **options) as answer:
@@ -83,7 +89,7 @@ class ServiceSandboxes(CommandSandboxes):
                         return orjson.loads(content)
                     except orjson.JSONDecodeError as error:
                         text = content[:300].decode(errors="replace").strip()
-                        raise ToolLost(f"{self._name} answers no JSON: {text}") from error
+                        raise ToolLost(f"{self._name} sent a response that is not JSON: {text}") from error
             except ToolLost as error:
                 wait_s = (error.details or {}).get("retry_after_s")
                 if attempt == _CALL_ATTEMPTS or wait_s is None or wait_s > _REQUEST_S:
@@ -92,7 +98,7 @@ class ServiceSandboxes(CommandSandboxes):
         raise AssertionError("the last attempt returns or raises")
 
     async def delete(self, path: str, **options: Any) -> None:
-        """Delete a sandbox. One that is gone, or whose service is, is no error: its life is bounded."""
+        """Delete a sandbox. Errors are ignored, because its lifetime is limited anyway."""
         with contextlib.suppress(ToolLost):
             await self.ask("DELETE", path, **options)
 
@@ -103,7 +109,7 @@ class ServiceSandboxes(CommandSandboxes):
 
 
 def _retry_after_s(answer: aiohttp.ClientResponse) -> float | None:
-    """Return the seconds after which a refused request may be sent again; None if it may have run."""
+    """Return the seconds until a refused request may be retried; None if the request may have run."""
     after = answer.headers.get("Retry-After")
     if answer.status != 429 and (answer.status != 503 or after is None):
         return None

@@ -1,14 +1,14 @@
-"""Sandboxes of Kubernetes' agent-sandbox: a claim takes a pod out of a warm pool, and commands run in it by `exec`.
+"""Sandboxes with Kubernetes' agent-sandbox: a claim allocates a pod from a warm pool, and commands run with `exec`.
 
-A `SandboxClaim` (`extensions.agents.x-k8s.io/v1beta1`) names a pool of the namespace, and is deleted with its
-sandbox, at the latest after `max_life_s`, which holds for a killed worker too. The service account may create, get
-and delete claims, and `create` and `get` `pods/exec`.
+A `SandboxClaim` (`extensions.agents.x-k8s.io/v1beta1`) names a pool of the namespace. It is deleted with its
+sandbox, and after `max_life_s` at the latest, even if the worker was killed. The service account needs permission
+to create, get and delete claims, and to `create` and `get` `pods/exec`.
 
-Isolation it gives: that of the pool's template, such as gVisor or Kata with a network policy. Memory, processes and
-disk are the template's; of our limits those of time and output hold. Its first container needs a shell, tar and a
-writable `/task`.
+Isolation: that of the pool's template, such as gVisor or Kata with a network policy. The template determines
+memory, processes and disk; only the time and output limits are applied here. The pod's first container needs a
+shell, tar and a writable `/task`.
 
-Tested against a server of our own that speaks this protocol; not in a cluster.
+Tested with our own server for this protocol; not tested in a cluster.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 _CLAIMS = "/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{namespace}/sandboxclaims"
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_ASK_S = 0.2  # between two questions whether a claim is ready
+_ASK_S = 0.2  # interval of polls until a claim is ready
 _EXEC = "v4.channel.k8s.io"
-_OUTPUTS, _END = (1, 2), 3  # its channels
+_OUTPUTS, _END = (1, 2), 3  # channels of the exec protocol
 
 
 class Kubernetes(ServiceSandboxes):
-    """Sandboxes of a cluster."""
+    """Creates sandboxes in a cluster."""
 
     def __init__(
         self,
@@ -49,8 +49,10 @@ class Kubernetes(ServiceSandboxes):
         ready_s: float = 300.0,
         max_life_s: float = 3600.0,
     ) -> None:
-        """`pool` is the warm pool of a source without an image, which names another. `account` is a folder with
-        `token` and `ca.crt`, as a pod has it; `ready_s` bounds the wait for a claim."""
+        """The image of a source is the name of a warm pool; the default is `pool`.
+
+        `account` is a folder with `token` and `ca.crt`, like in a pod. `ready_s` is the timeout for a claim.
+        """
         super().__init__("the cluster", api_url)
         self._pool = pool
         self._claims = _CLAIMS.format(namespace=namespace)
@@ -65,7 +67,7 @@ class Kubernetes(ServiceSandboxes):
         return aiohttp.TCPConnector(ssl=trusted, limit=0)
 
     def headers(self) -> dict[str, str]:
-        """Return the account's token, which the cluster renews in its file."""
+        """Return the headers with the account's token, read from its file because the cluster renews it."""
         return {"Authorization": f"Bearer {(self._account / 'token').read_text().strip()}"}
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
@@ -73,7 +75,10 @@ class Kubernetes(ServiceSandboxes):
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> KubernetesSandbox:
         if source.network is not None:
-            raise InvalidRequest("the network of a pool is that of its template", param="network")
+            raise InvalidRequest(
+                f"network {source.network!r} cannot be selected: the template of the pool determines the network",
+                param="network",
+            )
         ends_at = datetime.now(UTC) + timedelta(seconds=self._max_life_s)
         lifecycle = {"shutdownTime": ends_at.strftime("%Y-%m-%dT%H:%M:%SZ"), "shutdownPolicy": "Delete"}
         claim = {
@@ -82,24 +87,27 @@ class Kubernetes(ServiceSandboxes):
             "metadata": {"generateName": "agentloop-"},
             "spec": {"warmPoolRef": {"name": source.image or self._pool}, "lifecycle": lifecycle},
         }
-        made = await self.ask("POST", self._claims, json=claim)
-        return KubernetesSandbox(self, source, limits, claim=f"{self._claims}/{made['metadata']['name']}")
+        created = await self.ask("POST", self._claims, json=claim)
+        return KubernetesSandbox(self, source, limits, claim=f"{self._claims}/{created['metadata']['name']}")
 
     async def ready(self, claim: str) -> str:
-        """Return the path of a claim's pod, once it is ready. Raises ToolLost with what the cluster says."""
-        said = "nothing"
+        """Wait until a claim is ready, and return the path of its pod.
+
+        Raises ToolLost with the claim's last state.
+        """
+        state = "no condition reported"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._ready_s):
                 while True:
                     status: dict[str, Any] = (await self.ask("GET", claim)).get("status") or {}
-                    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+                    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
                     ready: dict[str, Any] = conditions.get("Ready", {})
                     if ready.get("status") == "True":
                         return f"{self._pods}/{status['sandbox']['name']}"
-                    said = f"{ready.get('reason', 'nothing')} {ready.get('message', '')}".strip()
+                    state = f"{ready.get('reason', 'no condition reported')} {ready.get('message', '')}".strip()
                     await asyncio.sleep(_ASK_S)
         name = claim.rpartition("/")[2]
-        raise ToolLost(f"claim {name} was not ready in {self._ready_s:g} s: {said[:300]}")
+        raise ToolLost(f"claim {name} was not ready within {self._ready_s:g} s: {state[:300]}")
 
 
 class KubernetesSandbox(CommandSandbox):
@@ -109,19 +117,19 @@ class KubernetesSandbox(CommandSandbox):
         super().__init__(maker, source, limits)
         self._cluster = maker
         self._claim = claim
-        self._pod = ""  # the path, once the claim has it
+        self._pod = ""  # the path of the pod, once the claim is ready
 
     async def begin(self) -> None:
         self._pod = await self._cluster.ready(self._claim)
         answer(await self.run(["mkdir", "-p", FOLDER], self._limits))
 
     async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
-        asked = [("stdin", str(bool(given)).lower()), ("stdout", "true"), ("stderr", "true")]
-        asked += [("command", word) for word in fed(program, given)]
+        parameters = [("stdin", str(bool(given)).lower()), ("stdout", "true"), ("stderr", "true")]
+        parameters += [("command", word) for word in fed(program, given)]
         path, headers = f"{self._pod}/exec", self._cluster.headers()
         async with (
             self._cluster.http() as http,
-            http.ws_connect(path, params=asked, headers=headers, protocols=[_EXEC], max_msg_size=0) as ws,
+            http.ws_connect(path, params=parameters, headers=headers, protocols=[_EXEC], max_msg_size=0) as ws,
         ):
             for start in range(0, len(given), 1 << 16):
                 await ws.send_bytes(b"\0" + given[start : start + (1 << 16)])
@@ -139,11 +147,11 @@ class KubernetesSandbox(CommandSandbox):
 
 
 def _status(end: dict[str, Any]) -> int:
-    """Return the exit status that the last message of `exec` tells. Raises ToolLost for any other failure."""
+    """Return the exit status in the last message of `exec`. Raises ToolLost for any other failure."""
     if end.get("status") == "Success":
         return 0
     causes = (end.get("details") or {}).get("causes") or ()
-    code = next((one["message"] for one in causes if one.get("reason") == "ExitCode"), None)
+    code = next((cause["message"] for cause in causes if cause.get("reason") == "ExitCode"), None)
     if code is None:
-        raise ToolLost(f"the pod runs nothing: {end.get('message', '')[:300]}")
+        raise ToolLost(f"the pod did not run the command: {end.get('message', '')[:300]}")
     return int(code)

@@ -1,4 +1,4 @@
-"""Sandboxes that are started before they are wanted, and deadlines for starts and the end, of any adapter."""
+"""A warm pool for the sandboxes of any adapter, with deadlines for starting and closing them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from agentloop_tools.sandbox.port import (
     SandboxSource,
 )
 
-_PAUSE_S = 1.0  # after a start that failed
+_PAUSE_S = 1.0  # after a failed start
 _CLOSE_ALL_S = 30.0
 
 
 class WarmSandboxes:
-    """Sandboxes of another maker, of which some wait: those of the source and limits that were asked for first."""
+    """Sandboxes of another adapter, of which `num_warm` are started in advance.
+
+    They have the source and the limits of the first request; other requests start a new sandbox.
+    """
 
     def __init__(self, sandboxes: Sandboxes, *, num_warm: int, create_s: float = 60.0) -> None:
-        """`create_s` bounds each start."""
+        """`create_s` is the timeout of each start."""
         self._sandboxes = sandboxes
         self._num_warm = num_warm
         self._create_s = create_s
@@ -46,7 +49,7 @@ class WarmSandboxes:
         if self._filling is not None:
             self._filling.cancel()
             await asyncio.gather(self._filling, return_exceptions=True)
-        self._waiting.clear()  # their maker closes them
+        self._waiting.clear()  # the adapter closes them
         async with asyncio.timeout(_CLOSE_ALL_S):
             await self._sandboxes.close()
 
@@ -54,7 +57,7 @@ class WarmSandboxes:
         while len(self._waiting) < self._num_warm:
             try:
                 self._waiting.append(await self._create(source, limits))
-            except ToolLost:  # its reason is told where one is wanted
+            except ToolLost:  # `create` raises the same error to its caller
                 await asyncio.sleep(_PAUSE_S)
 
     async def _create(self, source: SandboxSource, limits: SandboxLimits) -> Sandbox:
@@ -62,4 +65,4 @@ class WarmSandboxes:
             async with asyncio.timeout(self._create_s):
                 return await self._sandboxes.create(source, limits)
         except TimeoutError as error:
-            raise ToolLost(f"no sandbox was started in {self._create_s:g} s") from error
+            raise ToolLost(f"the sandbox did not start within {self._create_s:g} s") from error

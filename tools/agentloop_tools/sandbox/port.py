@@ -1,9 +1,8 @@
-"""The Sandboxes port: a place with a folder, `/task`, where commands run apart from this host.
+"""The Sandboxes interface, for the shell tool and environments. A sandbox runs commands isolated from this host.
 
-Owned by its consumers: the shell tool, and environments. The calls of one sandbox run one after the other, in the
-order in which they were made. An adapter raises ToolError for a mistake of the command's author (no such file, too
-many bytes) and ToolLost when the sandbox is gone by no fault of theirs. Each call ends within the limits given at
-`create`, or those of the call.
+Every sandbox has a folder `/task`. The calls of one sandbox run one at a time, in call order. An adapter raises
+ToolError for a mistake of the caller (no such file, too many bytes) and ToolLost if the sandbox is lost for another
+reason. Each call ends within the limits of `create` or of the call.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ FOLDER = "/task"  # in the sandbox
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Bounds of one command. All finite."""
+    """Limits of one command. All values are finite."""
 
-    run_s: float = 10.0  # until it is killed
-    max_memory_bytes: int = 512 << 20  # of each process's address space, and of all processes' resident memory
-    max_processes: int = 64  # and threads, at once
-    max_output_bytes: int = 32_768  # of what it prints, the first of it
+    run_s: float = 10.0  # then the command is killed
+    max_memory_bytes: int = 512 << 20  # address space of each process, and resident memory of all together
+    max_processes: int = 64  # processes and threads
+    max_output_bytes: int = 32_768  # further output is discarded
     max_folder_bytes: int = 64 << 20
     max_files: int = 4096
 
@@ -32,22 +31,22 @@ DEFAULT_LIMITS = SandboxLimits()
 
 @dataclass(frozen=True, slots=True)
 class SandboxRun:
-    """The end of a command. `output` is the first of what it printed to either stream, in order."""
+    """The result of a command. `output` is the beginning of standard output and error, interleaved."""
 
-    status: int  # of its exit; 128 and more: the signal that killed it
+    status: int  # exit status; 128 + N: killed by signal N
     output: bytes
-    num_cut_bytes: int  # printed beyond the limit
+    num_cut_bytes: int  # discarded output beyond the limit
     stopped: str | None  # the limit that stopped it
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSource:
-    """The beginning of a sandbox: its software, and the content of `/task`."""
+    """The initial state of a sandbox: its software and the content of `/task`."""
 
-    image: str | None = None  # as its adapter names images; None: the adapter's own
-    folder: Path | None = None  # of this host, copied
-    snapshot: str | None = None  # by `Sandbox.snapshot` of the same adapter: instead of a folder
-    network: str | None = None  # that the adapter knows by this name; None: no network
+    image: str | None = None  # an image reference of the adapter; None: the adapter's default
+    folder: Path | None = None  # a folder of this host that is copied to `/task`
+    snapshot: str | None = None  # a result of `Sandbox.snapshot` of the same adapter, instead of a folder
+    network: str | None = None  # a network name of the adapter; None: no network
 
 
 DEFAULT_SOURCE = SandboxSource()
@@ -57,42 +56,44 @@ class Sandbox(Protocol):
     """One sandbox."""
 
     async def exec(self, command: str, limits: SandboxLimits | None = None) -> SandboxRun:
-        """Run a command line for a shell to its end or its first limit.
+        """Run a shell command line until it ends or reaches a limit.
 
-        It begins where the last one ended: its folder, its exported variables, its background processes. After a
-        limit or a cancellation has killed a command, only the content of `/task` is sure to be left of these.
+        The command continues the session of the last one: the current folder, exported variables and background
+        processes. After a limit or a cancellation killed a command, only the content of `/task` is guaranteed.
         """
 
     async def read(self, path: str) -> bytes:
-        """Read a file, as far as the limit of the folder goes; a relative path is one in `/task`."""
+        """Return the content of a file, up to `max_folder_bytes`. Relative paths are relative to `/task`."""
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file, whose folder is there."""
+        """Write a file. Its folder must exist."""
 
     async def put_tar(self, data: bytes) -> None:
-        """Unpack a tar file in `/task`."""
+        """Unpack a tar file into `/task`."""
 
     async def get_tar(self, max_bytes: int | None = None) -> bytes:
-        """Pack `/task` as a tar file. Raises ToolError if it is longer than `max_bytes` (None: than the folder may
-        be)."""
+        """Pack `/task` as a tar file. Raises ToolError if it is longer than `max_bytes`.
+
+        None: twice the limit of the folder.
+        """
 
     async def snapshot(self) -> str:
-        """Keep the files until `Sandboxes.close`, and name them for `SandboxSource.snapshot`."""
+        """Save the files until `Sandboxes.close`. Returns a name for `SandboxSource.snapshot`."""
 
     async def fork(self) -> Sandbox:
-        """Make another sandbox with a copy of the files, and with no process or session of this one."""
+        """Create another sandbox with a copy of the files, without this one's processes and session."""
 
     async def close(self) -> None:
-        """Kill what runs and remove the files. Idempotent."""
+        """Kill all processes and remove the files. Idempotent."""
 
 
 class Sandboxes(Protocol):
-    """The maker of sandboxes; one object in each process."""
+    """Creates sandboxes. There is one object per process."""
 
     async def create(
         self, source: SandboxSource = DEFAULT_SOURCE, limits: SandboxLimits = DEFAULT_LIMITS
     ) -> Sandbox:
-        """Make a sandbox. Raises InvalidRequest for a source that cannot be, ToolLost if it cannot be made now."""
+        """Create a sandbox. Raises InvalidRequest for an invalid source, and ToolLost if the creation fails."""
 
     async def close(self) -> None:
-        """Close what is open, and free the rest. Idempotent."""
+        """Close all sandboxes and release other resources. Idempotent."""
