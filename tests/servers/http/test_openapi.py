@@ -45,16 +45,16 @@ CHAINS = {
 }
 """Calls that are made with what the ones before answered: the ids of sessions and rollouts above all."""
 RULES = {
-    "a rule between fields": r"give either|needs |above the maximum|differ|two sessions|different sessions|"
-    r"exactly one|must be|without tools|there is no (tool|turn)|two tools|holds no |is empty|twice|"
-    r"exclude each other|kept for sessions|something else to score|not the client's to set|"
-    r"the arguments have at most|give a rid|an update is a|for \d+ names|expected world_size|is below min_version",
+    "a rule between fields": r"(give|send) either|needs |requires |larger than the maximum|differ|different sessions|"
+    r"exactly one|must be|without tools|there is no turn|two tools|not in 'tools'|cannot have a block|is empty|twice|"
+    r"exclude each other|kept for sessions|something else to score|is reserved|"
+    r"the arguments exceed|give a rid|an update is a|for \d+ names|expected world_size|is below min_version",
     "what no schema says of an image or of a 32-bit float": r"data URL|an image is a|takes no images|is not finite",
     "the model's bounds": r"leaves no room|outside \[0|context",
     "what is not implemented": r"not supported|images are not fetched|only text is answered|"
-    r"one prompt a request in|cannot be continued|not edited|engine cannot|broadcast is not taken",
+    r"one prompt a request in|can(not)? be continued|engine cannot|broadcast is not taken",
     "free JSON that no codec holds": r"nested (deeper|too deeply)|beyond 64 bits|not JSON of 64-bit|lone surrogate",
-    "no schema for a compiler": r"\$ref|a schema has|a pattern has",
+    "no schema for a compiler": r"\$ref|the schema (has|is nested)|a pattern has",
     "not of this service": r"weight roots|unknown (tool|loop|reward)",
 }
 """Why what the document allows may yet be refused, by the text of the refusal: a schema cannot say these."""
