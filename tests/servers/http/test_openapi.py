@@ -46,8 +46,8 @@ CHAINS = {
 """Calls that are made with what the ones before answered: the ids of sessions and rollouts above all."""
 RULES = {
     "a rule between fields": r"(give|send) either|needs |requires |larger than the maximum|differ|"
-    r"different sessions|exactly one|must be|without tools|there is no turn|two tools|not in 'tools'|cannot have a block|"
-    r"is empty|twice|exclude each other|kept for sessions|something else to score|is reserved|"
+    r"different sessions|exactly one|must be|without tools|(unknown|there is no) turn|two tools|not in 'tools'|"
+    r"cannot have a block|is empty|twice|exclude each other|kept for sessions|something else to score|is reserved|"
     r"the arguments exceed|give a rid|an update is a|for \d+ names|expected world_size|is below min_version",
     "what no schema says of an image or of a 32-bit float": r"data URL|an image is a|takes no images|is not finite",
     "the model's bounds": r"leaves no room|outside \[0|context",
