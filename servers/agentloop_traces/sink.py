@@ -41,7 +41,7 @@ _log = structlog.stdlib.get_logger("tracing")
 
 
 class Tracing:
-    """Exports the traces of one process: a sample of the trajectories, and all slow or failed ones if configured."""
+    """Exports the traces of one process: a sample of trajectories, and all slow or failed ones if configured."""
 
     Settings = TracingSettings
 
