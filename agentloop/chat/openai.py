@@ -64,6 +64,7 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
         raise UnsupportedParameter(message, param=f"messages.{len(value['messages']) - 1}.prefix")
     lookups = cache.messages.find(history) if isinstance(history, list) else []
     if isinstance(history, list):
+        # Validation accepts a `CachedMessage` as it is, so only new messages cost time.
         value["messages"] = [cached or message for (_, cached), message in zip(lookups, history, strict=True)]
     tools_cache_key = cache_key(tools) if isinstance(tools, list) else None
     cached_tools = cache.tools.get(tools_cache_key)
@@ -75,6 +76,7 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
         cached_tools = CachedTools(body.tools or [], definitions, tools_key(definitions))
         cache.tools.add(tools_cache_key, cached_tools, cached_tools.num_bytes)
     messages = []
+    # Known messages passed the validation as `CachedMessage`; convert and cache the new ones.
     for index, (key, cached) in enumerate(lookups):
         if cached is None:
             cached = _cached(body.messages[index], f"messages.{index}.content", cache.shown_names)

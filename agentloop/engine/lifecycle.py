@@ -147,7 +147,7 @@ class EngineLifecycle:
         if self.phase is EnginePhase.DRAINING:
             await self._drain_over.wait()
             self.require_alive()
-            if self.is_serving:
+            if self.is_serving:  # the pause's caller must not assume a paused engine
                 raise Conflict("the pause was ended by a resume while it waited for requests to end")
 
     def refresh(self) -> None:
@@ -213,14 +213,14 @@ class EngineLifecycle:
         try:
             yield
             self.require_alive()
-        except BaseException:
+        except BaseException:  # also a cancellation: some workers may have swapped the weights
             self.refuse()
             raise
         finally:
             self._incoming = None
         self.version = version
         self._needs_canary = not is_forced
-        if self._ends_older_kv:
+        if self._ends_older_kv:  # a pause with FRESH or RECOMPUTE preceded the commit
             self._min_kv_version = version
 
     @property

@@ -166,6 +166,7 @@ class RequestWatch:
         """Check the deadline. Returns the time of the next check; infinity if the request has failed."""
         request, now = self._request, self._loop.time()
         left_s = request.timeout_s - (now - self._began_at - self.standstill_s)
+        # The timer fires at the original deadline; time for which the engine was frozen extends it.
         if left_s > 0 and self._ending is None:
             return now + max(left_s, _MIN_PAUSE_S)
         if request.keeps_late and self._end is not None and self._ending is None:
@@ -178,6 +179,7 @@ class RequestWatch:
         """Report progress. Returns the time of the next report; infinity if the request has failed."""
         now = self._loop.time()
         try:
+            # Tokens sampled with weights that have not passed the canary check must not leave the engine.
             read = None if self._lifecycle.is_output_held else self._tokens_from
             tokens = Delta((), (), ()) if read is None else read(self._num_told)
             if self._on_progress is not None:

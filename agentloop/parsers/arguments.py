@@ -208,6 +208,7 @@ class TextParameters:
             end = text.find(closed + close, start)
             until = end if end >= 0 else len(text)
             schema, inner, cut = property_schema(parameters, key), -1, None
+            # A missing `close` would swallow the next parameter or call: look for their delimiters in the value.
             if not opened or end < 0:
                 inner = self._inner(text, start, until)
                 if inner >= 0 or len(marks_of(self.tail)) > 1:  # a value may contain one delimiter, but not all
@@ -223,6 +224,7 @@ class TextParameters:
                 error = f"another parameter or call before its {close}" if is_inner else f"no {close}"
                 raise MalformedCall(f"parameter {key!r} has {error}", name, partial, at)
             value, position = text[start + len(opened) : end], end + len(closed + close)
+            # Templates with multi-line values write one line break on each side of the value.
             if not opened and self.between[0].endswith("\n"):
                 value = value.removeprefix("\n").removesuffix("\n")
             try:

@@ -348,10 +348,14 @@ class PromptText:
         write = self.open_text if is_open else self.text
         text = write(turn, definitions, written_ids=end.written_ids)
         stop_start, stop = self._turn_end(text)
+        # 1. The turn ended with the template's stop token: continue after it.
         if end.stop_id is not None and self._tokens.id_of(stop) == end.stop_id:
             return text[stop_start + len(stop) :]
-        if end.closing is not None:  # keep the whitespace that the template writes between calls and the stop token
+        # 2. The turn was stopped after its first call: complete the call, and keep the whitespace that the template
+        #    writes between calls and the stop token.
+        if end.closing is not None:
             return end.closing.rstrip() + text[len(text[:stop_start].rstrip()) :]
+        # 3. The turn was truncated or ended with another token: close open reasoning and add the stop token.
         return (self._thought_end() if end.is_thinking else "") + text[stop_start:]
 
     def closing_special(self, definitions: Sequence[JSON] = ()) -> str | None:

@@ -304,6 +304,7 @@ class TemplateRenderer(ModelText):
             raise TemplateNotPrefixStable(problem, param="messages")
         definitions = self._definitions(tools)
         bridge = text.bridge(appended, definitions, end, is_open=is_open)
+        # The check renders an outline, whose result depends on these arguments but not on the end of the turn.
         kind = [is_open, bool(tools), template_kwargs]
         self._hidden.check_bridge(
             appended, kind, lambda outline: text.bridge(outline, definitions, TurnEnd(), is_open=is_open)

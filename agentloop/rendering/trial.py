@@ -96,10 +96,12 @@ def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[
     tool_turns = user_turns = None
     if form.supports_tools:
         cycle = _conversation(style)
+        # Turns sampled after such a prompt have no reasoning, so the check must not have any either.
         if trial.closes_thought(cycle):
             cycle = _without_thoughts(cycle)
         tool_turns = trial.tool_turns(cycle)
         if tool_turns is not None:
+            # Some templates number tool results across the conversation: try again with the earlier calls rendered.
             numbering = replace(form, numbers_results=True)
             numbered = _Trial(make(numbering), ids)
             if numbered.tool_turns(cycle) is None:

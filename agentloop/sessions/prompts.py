@@ -136,6 +136,7 @@ async def prepare_call(
         return PreparedCall(prompt, sampling, reads_calls, overflow)
     max_tokens = room if chat_call.max_tokens is None else min(chat_call.max_tokens, room)
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+    # If the prompt opens reasoning, the policy must be able to finish it before the constrained answer.
     if sampling.constraint is not None and chat_call.prompt_ids is None and parts.reader.is_thinking(prompt.ids):
         constraint = behind_thought(sampling.constraint, parts.parser.marks.thoughts)
         sampling = replace(sampling, constraint=constraint)
@@ -170,6 +171,7 @@ async def make_prompt(
     match = graph.match(messages, matched_tools, is_strict=chat_call.is_strict, keys=keys, tools_key=tools_key)
     cause = ""
     if (known := match.parent or match.echoed) is not None:
+        # Clients drop reasoning and change call ids, so the session's own messages replace the resent ones.
         known_messages = own_messages(graph, known)
         appended = _with_own_ids(known_messages, messages)
         messages = (*known_messages, *appended)
@@ -188,6 +190,7 @@ async def make_prompt(
     ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:
         return _root(ids, images, messages, match.tools_key, match.split)
+    # The complete rendering may still begin with the stored ids; only if it does not, it starts a new branch.
     parent_id = match.parent.node_id
     split = graph.mark_template_split(parent_id, ids, renderer.decode, cause=cause)
     if split is not None:

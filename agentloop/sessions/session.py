@@ -257,6 +257,8 @@ class Session:
         """
         if self._closed is not None:
             raise self._closed
+        # A client retries a call whose answer it did not receive: join it, or return its answer, instead of
+        # sampling a second time. A retry may join even while the session finishes.
         earlier = self._table.continued_by(key) if key.retry_count > 0 else None
         if earlier is not None:
             self._parts.tally.count("calls_repeated_total")
@@ -267,6 +269,7 @@ class Session:
         self._require_open("it accepts no calls")
         if self._record.is_revoked:
             raise Forbidden(f"session {self.shown_id} was revoked: it accepts no calls")
+        # A committed call with an error sampled nothing, and a failed one has no turns: both run again.
         if isinstance(earlier, CallRecord) and earlier.state is ModelCallState.COMMITTED and not earlier.error:
             self._table.note_client(earlier.call_id, key)
             return self._answer_again(earlier)
@@ -305,7 +308,7 @@ class Session:
                 raise self._closed
             if self._finishing is None:
                 self._finishing = OwnedTasks(f"finish {self.session_id}").start(self._finish(end))
-            await asyncio.shield(self._finishing)
+            await asyncio.shield(self._finishing)  # a cancelled caller must not cancel the finish
         return self.trajectory()
 
     async def close(self, error: AgentLoopError) -> None:
@@ -349,6 +352,7 @@ class Session:
             traceparent=record.traceparent,
             adapter=record.adapter,
         )
+        # The stop reason depends on the main path, which the trajectory selects.
         stop_reason = self._stop_reason(trajectory.path if paths else None)
         trajectory = scored_or_told(ended(replace(trajectory, stop_reason=stop_reason)), record.score)
         if record.state is SessionState.FINISHED:
@@ -470,6 +474,7 @@ class Session:
             live.failure = live.failure or failure  # from here on, retries do not join this call
         finally:
             try:
+                # An opened call must be closed in the journal, even if this task is cancelled again.
                 if live.result is None and live.is_begun:
                     await run_to_end(self._fail(live, failure))
             finally:
@@ -478,7 +483,7 @@ class Session:
     async def _drive(self, live: LiveCall) -> None:
         async with live.interruptible():
             prepared = await prepare_call(live.chat_call, self.graph, self._parts, self._engine, live.call_id)
-            await self._parts.keep_images(live.chat_call.images)
+            await self._parts.keep_images(live.chat_call.images)  # before a record refers to them
             self._check_tokens(live, prepared.prompt)
             if live.failure is not None:
                 raise live.failure  # abandoned while its prompt was created, before it was opened in the journal
@@ -491,6 +496,7 @@ class Session:
                 replies = await self._sample(live, prepared, self._next_number(live.chat_call))
             finally:
                 live.generate_s = self._parts.clock.now() - started
+        # From here on the turns are written even if all clients leave: the tokens are sampled.
         live.is_past_giving_up = True
         await run_to_end(self._commit(live, prepared.prompt, replies))
 
@@ -582,6 +588,7 @@ class Session:
         nodes = self._nodes_of(live, prompt, replies)
         call_record = record_of(live, ModelCallState.COMMITTED)
         await self._close_call(call_record, nodes)
+        # Without an await until the result is set, so that no other call sees half of the turns.
         for node in nodes:
             self._take(node)
         self._table.note(call_record)

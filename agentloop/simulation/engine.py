@@ -253,7 +253,7 @@ class SimulatedEngine:
             for live in self._scheduler.all():
                 self._finish(live, FinishReason.ABORT)
         if mode is PauseMode.WAIT:
-            await lifecycle.until_drained()
+            await lifecycle.until_drained()  # outside `control`: a resume must be able to end the wait
         async with lifecycle.control:
             lifecycle.paused(kv_policy)
             if kv_policy is KVPolicy.RECOMPUTE:
@@ -331,6 +331,7 @@ class SimulatedEngine:
             except BaseException:
                 self._fail_all(EngineUnusable, "the state of the engine's weights is unknown")
                 raise
+            # Requests that do not accept the new version must not sample a token with it.
             for request_id in self._lifecycle.refusing(version):
                 await self.abort(request_id)
             return replace(report, canary_ms=1e3 * await self._resume()) if resumes else report
@@ -499,6 +500,7 @@ class SimulatedEngine:
             await self._clock.sleep(0)
         else:
             await self._clock.sleep(latency.step_s(num_prefilled, *self._scheduler.decoding_tokens()))
+        # The engine may have been paused, or its weights refused, during the sleep.
         if lifecycle.is_paused or lifecycle.version is None:
             return
         self._num_steps += 1

@@ -219,7 +219,7 @@ class BatchWriter:
     async def close(self) -> None:
         """Finish pending work, then close the connection. Idempotent."""
         while self._is_writing:
-            await self.run(lambda db: None)
+            await self.run(lambda db: None)  # returns after all work that was submitted before it
         if not self._is_closed:
             self._is_closed = True
             await asyncio.get_running_loop().run_in_executor(self._executor, self._db.close)
@@ -237,7 +237,7 @@ class BatchWriter:
 
     def _deliver(self, batch: Sequence[_Piece], outcomes: Sequence[Any]) -> None:
         self._is_writing = False
-        self._write_waiting()
+        self._write_waiting()  # first, so that the thread commits the next batch while callers continue
         for piece, outcome in zip(batch, outcomes, strict=True):
             is_committed = not isinstance(outcome, Exception)
             if is_committed and piece.on_committed is not None:

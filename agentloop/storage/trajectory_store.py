@@ -265,6 +265,7 @@ class TrajectoryStore:
         try:
             db = opened(_SCHEMA)
         except StorageFull:
+            # Opening a store writes, so a service can restart on a full disk only by using the reserve.
             if self._reserve is None or not self._reserve.give_up():
                 raise
             db = opened(_SCHEMA)
@@ -344,6 +345,7 @@ class TrajectoryStore:
                 ),
             )
 
+        # Images first: an accepted group must never refer to a missing image.
         await self.keep_images([image for group in groups for image in group.task.images])
         await self._writer.run(work)
 
@@ -369,6 +371,7 @@ class TrajectoryStore:
         self._require_room()
 
         def work(db: Database) -> int:
+            # In one transaction, so that a sample with a record never has journals from which it would resume.
             db.executemany(_FORGET_SAMPLE, [(_assignment_id(record),) for record in records])
             return self._add(db, records)
 
@@ -508,6 +511,7 @@ class TrajectoryStore:
         num_accepted, num_finished, is_submitted = await self._reader.run(
             lambda db: (*_counts(db, rollout_id), _is_submitted(db, rollout_id))
         )
+        # The counts of a submitted rollout with all records are final, unless retention deletes it (see `trim`).
         if is_submitted and num_finished >= num_accepted:
             self._settled[rollout_id] = num_accepted, num_finished
             if len(self._settled) > _MAX_SETTLED:
@@ -606,7 +610,7 @@ class TrajectoryStore:
             try:
                 async with asyncio.timeout(LEASE_S):
                     await self._writer.run(lambda db: None)  # the writer's guard renews the lease
-                renewed_at = started_at
+                renewed_at = started_at  # the earliest time at which the database may have renewed it
             except Exception as error:
                 _log.debug("lease_not_renewed", error=repr(error))
                 is_over = time.monotonic() - renewed_at >= LEASE_S
@@ -640,7 +644,7 @@ class TrajectoryStore:
     async def close(self) -> None:
         """Finish pending work, release the lease and close the connections. Idempotent."""
         if (lease := self._lease) is not None and (own := self._epoch) is not None:
-            with suppress(ServiceUnavailable):
+            with suppress(ServiceUnavailable):  # the lease then expires by itself
                 await self._writer.run(lambda db: lease.release(db, own))
         await self._reader.close()
         await self._writer.close()

@@ -113,6 +113,7 @@ class _Child:
                     async with asyncio.timeout(1.0):
                         await self.process.wait()
         finally:
+            # The group includes processes that user code has started.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self._writer.close()
@@ -203,7 +204,7 @@ class IsolatedRuns:
             self._busy.add(child)
             if child.process.returncode is None and not child.reader.at_eof():
                 return child
-            await self.discard(child)
+            await self.discard(child)  # it died while it was idle
         async with self._starting:
             return await self._start()
 
@@ -297,6 +298,7 @@ class ProcessRun:
             done = await self._serve(child)
             trajectory = self._own(decode(done.record, Trajectory))
             record = EncodedRecord.of(trajectory)
+            # After a failure, user code may have left the process in any state.
             is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
             self.is_dropped = done.is_dropped
             tally, name = self._runs.tally, self._runs.parser_name
@@ -361,6 +363,7 @@ class ProcessRun:
                     break
                 if self._cancelled_at is not None and loop.time() > self._cancelled_at + config.cancel_grace_s:
                     raise ProcessEnded(f"it did not end within {config.cancel_grace_s:g} s after its cancellation")
+                # A process that waits for one of its calls is not silent.
                 if not self._calls and loop.time() > self._active_at + silence_s:
                     raise ProcessEnded(f"it made no call for {silence_s:g} s")
             return reading.result()

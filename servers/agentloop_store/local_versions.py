@@ -102,7 +102,7 @@ class LocalVersions:
                     self._make(store, chain_of(store, version, has), check)
                 except CopyDamaged as error:  # the base was damaged on disk without a changed stamp
                     _log.warning("version_made_again", version=version, reason=str(error))
-                    self._make(store, chain_of(store, version), check)
+                    self._make(store, chain_of(store, version), check)  # from the last full version
         except OSError as error:
             raise StorageFull(f"{self._folder}: {error}") from error
         return self._folder / folder_of(version)

@@ -90,6 +90,7 @@ class VersionPublisher:
             held, self._base_sums = self._local.tensors(latest)
             _check_layout(entries, held, latest)
             chain = chain_of(self._store, latest)
+            # A reader applies all deltas of the chain, so its length is bounded by periodic full versions.
             if len(chain) < self._options.full_every:
                 base_version, base = latest, held
                 index = replace(index, base_version=latest, base_index=digest(chain[0].raw))
@@ -99,7 +100,7 @@ class VersionPublisher:
             index = replace(index, files=files, content=digest("".join(sorted(checksums.values())).encode()))
             folder = part if base_version is None else part / _DELTA
             num_bytes = self._store.put(index, sorted(folder.glob("*.safetensors")))
-            self._store.advance(version)
+            self._store.advance(version)  # last: readers see the version only after its files are complete
             shutil.rmtree(part / _DELTA, ignore_errors=True)
             self._local.keep(part, index.to_json(), sums)
         num_full = sum(entry.num_bytes for entry in entries.values())

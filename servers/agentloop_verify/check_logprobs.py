@@ -199,7 +199,7 @@ def check_logprobs(
                 on_progress(f"version {version}: {number} of {len(indices)} paths")
                 path = paths[index]
                 recomputed[index][version] = reference.logprobs(path.ids, path.places, path.temperatures)
-        del reference
+        del reference  # free its memory before the next checkpoint is loaded
     return LogprobCheck(
         num_trajectories=len(records),
         num_stored=num_stored,
