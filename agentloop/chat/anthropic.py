@@ -108,8 +108,8 @@ def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     schema = body.output_config.format if body.output_config is not None else None
     constraint_param = "output_config.format" if schema is not None else "output_format"
     schema = schema if schema is not None else body.output_format
-    wanted = schema_constraint(schema.schema_, constraint_param) if schema is not None else None
-    constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
+    format_constraint = schema_constraint(schema.schema_, constraint_param) if schema is not None else None
+    constraint = answer_constraint(format_constraint, model.parser, tools, choice, is_parallel=is_parallel)
     budget = body.thinking.budget_tokens if body.thinking is not None and body.thinking.is_thinking else None
     # A budget of max_tokens - 1 or more has no effect beyond the limit of `max_tokens`, so it is accepted.
     if budget is not None and budget + 1 < body.max_tokens and _BUDGET not in model.template_arguments:
@@ -235,8 +235,8 @@ def _assistant(blocks: Sequence[ContentBlock]) -> Message:
 def _shown(
     role: str, content: str | Sequence[Any] | None, param: str, images: list[Image], *, first: int = 0
 ) -> Message:
-    text, found, refs = read_content(content, role, param, first=first)
-    images.extend(found)
+    text, new_images, refs = read_content(content, role, param, first=first)
+    images.extend(new_images)
     return Message(role, text, images=tuple(refs))
 
 

@@ -180,11 +180,11 @@ def stops_of(body: ChoiceFields) -> tuple[str, ...]:
 def _wanted(body: ChatBody) -> Constraint | None:
     if body.structured_outputs is not None:
         return _structured(body.structured_outputs)
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    response_format = body.response_format
+    if response_format is None or response_format.type == "text":
         return None
-    if isinstance(wanted, bodies.JsonSchemaFormat):
-        return schema_constraint(wanted.json_schema.schema_, "response_format.json_schema.schema")
+    if isinstance(response_format, bodies.JsonSchemaFormat):
+        return schema_constraint(response_format.json_schema.schema_, "response_format.json_schema.schema")
     return Constraint(ConstraintKind.JSON_OBJECT)
 
 
@@ -204,23 +204,25 @@ def _tools(
     body: ChatBody, tools: tuple[dict[str, JSON], ...]
 ) -> tuple[tuple[dict[str, JSON], ...], ToolChoice, str | None]:
     """Return the tools shown to the policy, the tool choice, and the name of the forced tool or None."""
-    wanted, forced, choice = body.tool_choice, None, _choice(body)
-    if isinstance(wanted, bodies.AllowedToolsChoice):
-        names = {tool.function.name for tool in wanted.allowed_tools.tools}
+    tool_choice, forced, choice = body.tool_choice, None, _choice(body)
+    if isinstance(tool_choice, bodies.AllowedToolsChoice):
+        names = {tool.function.name for tool in tool_choice.allowed_tools.tools}
         tools = allowed_tools(tools, names, "tool_choice.allowed_tools.tools")
-    elif isinstance(wanted, bodies.NamedTool):
-        forced = wanted.function.name
+    elif isinstance(tool_choice, bodies.NamedTool):
+        forced = tool_choice.function.name
     check_tool_names(tools)
     check_tool_choice(choice, forced, tools)
     return tools, choice, forced
 
 
 def _choice(body: ChatBody) -> ToolChoice:
-    wanted = body.tool_choice
-    if isinstance(wanted, bodies.NamedTool):
+    tool_choice = body.tool_choice
+    if isinstance(tool_choice, bodies.NamedTool):
         return ToolChoice.REQUIRED
     return ToolChoice(
-        wanted.allowed_tools.mode if isinstance(wanted, bodies.AllowedToolsChoice) else wanted or "auto"
+        tool_choice.allowed_tools.mode
+        if isinstance(tool_choice, bodies.AllowedToolsChoice)
+        else tool_choice or "auto"
     )
 
 

@@ -110,8 +110,8 @@ def to_call(body: ResponsesBody, model: ChatModel, turns: Turns | None = None) -
     choice, forced = _tool_choice(body)
     check_tool_choice(choice, forced, tools)
     is_parallel = body.parallel_tool_calls is not False
-    wanted = _wanted(body.text.format if body.text is not None else None)
-    constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
+    text_constraint = _wanted(body.text.format if body.text is not None else None)
+    constraint = answer_constraint(text_constraint, model.parser, tools, choice, is_parallel=is_parallel)
     effort = body.reasoning.effort if body.reasoning is not None else None
     history = _history(body, turns)
     sampling = sampling_params(body, body.max_output_tokens, model.vocab_size, constraint)
@@ -353,21 +353,23 @@ class ResponseWriter(BlockWriter):
         return entries
 
     def _opened(self, block: Block) -> Iterator[Answer]:
-        place: Answer = {"output_index": block.index}
-        yield self._event("response.output_item.added", **place, item=self._item(block, "in_progress"))
+        position: Answer = {"output_index": block.index}
+        yield self._event("response.output_item.added", **position, item=self._item(block, "in_progress"))
         if block.kind is not BlockKind.CALL:
-            place |= {"item_id": self._item_id(block), "content_index": 0}
-            yield self._event("response.content_part.added", **place, part=self._part(block))
+            position |= {"item_id": self._item_id(block), "content_index": 0}
+            yield self._event("response.content_part.added", **position, part=self._part(block))
 
     def _grown(self, block: Block, text: str) -> Iterator[Answer]:
-        place = {"item_id": self._item_id(block), "output_index": block.index}
+        position = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
-            yield self._event("response.function_call_arguments.delta", **place, delta=text)
+            yield self._event("response.function_call_arguments.delta", **position, delta=text)
         elif block.kind is BlockKind.REASONING:
-            yield self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
+            yield self._event("response.reasoning_text.delta", **position, content_index=0, delta=text)
         else:
             logprobs = self._take_logprobs(block)
-            yield self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs)
+            yield self._event(
+                "response.output_text.delta", **position, content_index=0, delta=text, logprobs=logprobs
+            )
 
     def _closed(self, block: Block, finish: TurnFinish | None) -> Iterator[Answer]:
         yield from self._done(block)
@@ -379,18 +381,18 @@ class ResponseWriter(BlockWriter):
         yield self._event(f"response.{final['status']}", response=final)
 
     def _done(self, block: Block) -> Iterator[Answer]:
-        place = {"item_id": self._item_id(block), "output_index": block.index}
+        position = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
             _, name = self._places.get(block.name, (None, block.name))
-            yield self._event("response.function_call_arguments.done", **place, name=name, arguments=block.text)
+            yield self._event("response.function_call_arguments.done", **position, name=name, arguments=block.text)
             return
-        place["content_index"] = 0
+        position["content_index"] = 0
         if block.kind is BlockKind.REASONING:
-            yield self._event("response.reasoning_text.done", **place, text=block.text)
+            yield self._event("response.reasoning_text.done", **position, text=block.text)
         else:
             logprobs = self._logprobs.get(block.index, [])
-            yield self._event("response.output_text.done", **place, text=block.text, logprobs=logprobs)
-        yield self._event("response.content_part.done", **place, part=self._part(block))
+            yield self._event("response.output_text.done", **position, text=block.text, logprobs=logprobs)
+        yield self._event("response.content_part.done", **position, part=self._part(block))
 
     def _event(self, kind: str, **fields: Any) -> Answer:
         event = {"type": kind, "sequence_number": self._num_events, **fields}

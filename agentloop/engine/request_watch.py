@@ -180,8 +180,8 @@ class RequestWatch:
         now = self._loop.time()
         try:
             # Tokens sampled with weights that have not passed the canary check must not leave the engine.
-            read = None if self._lifecycle.is_output_held else self._tokens_from
-            tokens = Delta((), (), ()) if read is None else read(self._num_told)
+            read_tokens = None if self._lifecycle.is_output_held else self._tokens_from
+            tokens = Delta((), (), ()) if read_tokens is None else read_tokens(self._num_told)
             if self._on_progress is not None:
                 self._on_progress(Progress(tokens, self.standstill_s))
         except Exception as error:  # asyncio would only log an exception in a timer: raise it from `in_time`

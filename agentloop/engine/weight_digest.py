@@ -53,8 +53,8 @@ class FolderDigests:
 
     def get(self, directory: str) -> FolderContents | None:
         """Return the cached contents of a folder with unchanged files; None if it must be read."""
-        known = self._contents.get(directory)
-        return known if known is not None and known.stamps == folder_stamps(directory) else None
+        cached = self._contents.get(directory)
+        return cached if cached is not None and cached.stamps == folder_stamps(directory) else None
 
 
 def folder_stamps(directory: str) -> tuple[FileStamp, ...]:

@@ -168,17 +168,17 @@ class Literals:
         types = allowed_types(schema, root)
         if self.quote and (types == {"string"} or self.quotes_all):
             return tagged(self.quote, _plain_form(schema, root), self.quote)
-        whole, rules = call_json(schema, root), branches(schema, root)
+        json_form, rules = call_json(schema, root), branches(schema, root)
         if self.quote or types not in ({"string"}, {"boolean"}) or len(rules) != 1:
-            return whole
+            return json_form
         rule = rules[0]
         if "pattern" in rule or "format" in rule:  # only the JSON grammar enforces these
-            return whole
+            return json_form
         bounds = f"{{{rule.get('minLength', 0)},{rule.get('maxLength', '')}}}"
         pattern = "True|False" if types == {"boolean"} else rf"'([^'\\\n]|\\['\\nt]){bounds}'"
         if (values := listed_values(rule)) is not None:
             pattern = "|".join(re.escape(repr(value)) for value in values)
-        return either(matching(pattern), whole)
+        return either(matching(pattern), json_form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,15 +331,15 @@ _SINGLE_PARAMETER_RULES = {
 
 def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
     """Return the structural tag of `pieces` in order. Pieces that are not required may be omitted."""
-    behind = []
+    following = []
     for piece, is_required in pieces:
         separated = sequence(literal(separator), piece) if separator else piece
-        behind.append(separated if is_required else {"type": "optional", "content": separated})
+        following.append(separated if is_required else {"type": "optional", "content": separated})
     if not separator or not pieces:
-        return sequence(*(behind or [literal("")]))
+        return sequence(*(following or [literal("")]))
     num_first = next((at for at, (_, is_required) in enumerate(pieces, 1) if is_required), None)
-    whole = either(*(sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)))
-    return {"type": "optional", "content": whole} if num_first is None else whole
+    forms = either(*(sequence(piece, *following[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)))
+    return {"type": "optional", "content": forms} if num_first is None else forms
 
 
 _PLACES = {NAME: r"[^\s<>]{1,256}?", NUMBER: r"[0-9]{1,9}", TYPE: r"\w{1,16}"}
@@ -410,9 +410,9 @@ def literals_as_json(text: str, quote: str = "", assign: str = "") -> str:
 def _python_string(written: str) -> str:
     """Convert a Python or JSON string to JSON. An unterminated string stays unterminated."""
     mark, is_whole = written[0], len(written) > 1 and written.endswith(written[0])
-    for read in (loads, ast.literal_eval):
+    for parse in (loads, ast.literal_eval):
         try:
-            value = read(written.replace("\n", "\\n") + ("" if is_whole else mark))
+            value = parse(written.replace("\n", "\\n") + ("" if is_whole else mark))
         except (SyntaxError, ValueError):
             continue
         return json.dumps(value, ensure_ascii=False) if is_whole else begun_json(value)

@@ -117,6 +117,6 @@ def choose_parser(template_source: str, literals: Collection[str]) -> tuple[str 
     for name, signs in _SIGNS:
         if all(sign in template_source for sign in signs):
             tokens = [sign for sign in signs if sign in literals]
-            known = f", and {', '.join(tokens)} in the tokenizer" if tokens else ""
-            return name, f"the chat template writes {' '.join(signs)}{known}"
+            suffix = f", and {', '.join(tokens)} in the tokenizer" if tokens else ""
+            return name, f"the chat template writes {' '.join(signs)}{suffix}"
     return None, f"none of the parsers {', '.join(PARSER_NAMES)} matches the chat template's call format"

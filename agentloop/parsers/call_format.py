@@ -227,8 +227,8 @@ class _CallReader:
         form, notation = self.form, self.form.arguments
         if head is None:
             shown = marks_of(f"{form.section[0]}{form.begin}...{form.middle}")
-            written = "".join(shown).translate({0: "ID", 1: "NAME", 2: "NUMBER"})
-            raise MalformedCall(f"the tool call must begin with {written}")
+            syntax = "".join(shown).translate({0: "ID", 1: "NAME", 2: "NUMBER"})
+            raise MalformedCall(f"the tool call must begin with {syntax}")
         if isinstance(notation, ObjectKeys):
             names = None if is_marked else {str(tool.get("function", tool).get("name")) for tool in tools}
             return self._object(notation, text, head.end(), limit, names)
@@ -283,8 +283,8 @@ class _CallReader:
                 param="tools",
             )
         else:
-            written = f"functions.{name}:{NUMBER}" if form.is_numbered else name
-            opened, end = form.begin + written + form.middle.rpartition(ID)[2], form.end.replace(NAME, name)
+            written_name = f"functions.{name}:{NUMBER}" if form.is_numbered else name
+            opened, end = form.begin + written_name + form.middle.rpartition(ID)[2], form.end.replace(NAME, name)
         first, *parts = re.split(f"([{ID}{NUMBER}])", opened.replace(NAME, name))
         elements = [matching(_WRITTEN[part]) if part in _WRITTEN else literal(part) for part in parts if part]
         return tagged(first, sequence(*elements, content) if elements else content, end)

@@ -114,18 +114,18 @@ def _objects(text: str, calls: Sequence[ToolCall]) -> _Found | None:
 
 def _named(text: str, calls: Sequence[ToolCall], write: Write) -> _Found:
     """Locate calls whose name is written before their arguments."""
-    places = [_places(text, call) for call in calls]
-    starts = [text.rindex(call.name, 0, one[0][2]) for call, one in zip(calls, places, strict=True)]
+    positions = [_places(text, call) for call in calls]
+    starts = [text.rindex(call.name, 0, one[0][2]) for call, one in zip(calls, positions, strict=True)]
     ends = [start + len(call.name) for start, call in zip(starts, calls, strict=True)]
     opened = [max(text.find("{", end), 0) for end in ends]
-    found = [_decoded(text, at) for at in opened]
-    if [value for value, _ in found] == [call.arguments for call in calls]:
-        spans = [(start, end) for start, (_, end) in zip(starts, found, strict=True)]
+    decoded = [_decoded(text, at) for at in opened]
+    if [value for value, _ in decoded] == [call.arguments for call in calls]:
+        spans = [(start, end) for start, (_, end) in zip(starts, decoded, strict=True)]
         return JsonArguments(), text[ends[0] : opened[0]], spans
-    (_, key_end, value, value_end), (other, *_, last) = places[0]
-    before = _numbered(*(text[end : one[0][0]] for end, one in zip(ends, places, strict=True)))
+    (_, key_end, value, value_end), (other, *_, last) = positions[0]
+    before = _numbered(*(text[end : one[0][0]] for end, one in zip(ends, positions, strict=True)))
     between, apart = text[key_end:value], text[value_end:other]
-    lasts = [one[1][3] for one in places]
+    lasts = [one[1][3] for one in positions]
     if before.rstrip().endswith(("(", "{")) and between.strip():
         quote = between[1:]
         spans = [(start, end + len(quote)) for start, end in zip(starts, lasts, strict=True)]
@@ -176,12 +176,12 @@ def _framed(before: str, between: str, behind: str) -> tuple[str, str, str, str,
     num_end = _num_alike(middle, last)
     num_begin = _num_alike(first[::-1], middle[num_end:][::-1])
     end = between[: middle[num_end - 1].end()] if num_end else ""
-    begun = middle[-num_begin].start() if num_begin else len(between)
+    begin_start = middle[-num_begin].start() if num_begin else len(between)
     return (
         before[: first[-num_begin].start()] if num_begin else before,
-        between[begun:],
+        between[begin_start:],
         end,
-        between[len(end) : begun],
+        between[len(end) : begin_start],
         behind[last[num_end - 1].end() :] if num_end else behind,
     )
 

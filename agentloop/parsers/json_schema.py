@@ -69,7 +69,7 @@ def resolve(reference: str, root: JSON) -> JSON:
 def check_references(root: JSON) -> None:
     """Raise ValueError for a reference without a target, in a cycle, or in a chain that is too long."""
     schemas = {id(schema): schema for _, schema in _reachable(root)}
-    following = {key: {id(one) for one in _same_value(schema, root)} for key, schema in schemas.items()}
+    following = {key: {id(node) for node in _same_value(schema, root)} for key, schema in schemas.items()}
     remaining = set(schemas)  # after n rounds: the schemas from which n steps are possible
     for _ in range(MAX_REFERENCES + 1):
         remaining = {key for key in remaining if not remaining.isdisjoint(following[key])}
@@ -94,14 +94,14 @@ def bundled(schema: JSON, root: JSON) -> JSON:
     def copy(node: JSON) -> JSON:
         if not isinstance(node, Mapping):
             return node
-        found = {key: value for key, value in node.items() if key not in _DEFINITIONS}
+        result = {key: value for key, value in node.items() if key not in _DEFINITIONS}
         for key in (*_MAPS, *_LISTS, *_SINGLE):
-            if key in _MAPS and isinstance(value := found.get(key), Mapping):
-                found[key] = {name: copy(one) for name, one in value.items()}
-            elif isinstance(value := found.get(key), list | tuple) and key in _LISTS:
-                found[key] = [copy(one) for one in value]
-            elif key in _SINGLE and key in found:
-                found[key] = copy(found[key])
+            if key in _MAPS and isinstance(value := result.get(key), Mapping):
+                result[key] = {name: copy(item) for name, item in value.items()}
+            elif isinstance(value := result.get(key), list | tuple) and key in _LISTS:
+                result[key] = [copy(item) for item in value]
+            elif key in _SINGLE and key in result:
+                result[key] = copy(result[key])
         if isinstance(reference := node.get("$ref"), str):
             target = resolve(reference, root)
             if id(target) not in names:
@@ -110,16 +110,16 @@ def bundled(schema: JSON, root: JSON) -> JSON:
                     name = f"{base}_{len(names)}"
                 names[id(target)] = name
                 pending.append((name, target))
-            found["$ref"] = f"#/$defs/{names[id(target)]}"
+            result["$ref"] = f"#/$defs/{names[id(target)]}"
         if node.get("type") == "integer" and not _BOUNDS & node.keys():
-            found |= INT64
+            result |= INT64
         pattern = _PATTERNS.get(str(node.get("format")))
         if pattern is not None and "string" in _declared(node) and not node.keys() & _NOT_WITH_FORMAT:
-            found["pattern"] = pattern
-            del found["format"]
+            result["pattern"] = pattern
+            del result["format"]
         if "array" in _declared(node) and not node.keys() & {"items", "prefixItems", "unevaluatedItems"}:
-            found["items"] = True  # without it, xgrammar allows no items next to minItems or maxItems
-        return found
+            result["items"] = True  # without it, xgrammar allows no items next to minItems or maxItems
+        return result
 
     whole = copy(schema)
     while pending:  # without recursion: the definitions may form a long chain
@@ -138,11 +138,15 @@ def _reachable(root: JSON) -> Iterator[tuple[str, Mapping[str, JSON]]]:
         seen.add(id(schema))
         yield path, schema
         below = [
-            (f"{key}.{name}", one) for key in (*_MAPS, *_DEFINITIONS) for name, one in _map(schema, key).items()
+            (f"{key}.{name}", subschema)
+            for key in (*_MAPS, *_DEFINITIONS)
+            for name, subschema in _map(schema, key).items()
         ]
-        below += [(f"{key}.{index}", one) for key in _LISTS for index, one in enumerate(_list(schema, key))]
+        below += [
+            (f"{key}.{index}", subschema) for key in _LISTS for index, subschema in enumerate(_list(schema, key))
+        ]
         below += [(key, schema[key]) for key in _SINGLE if key in schema]
-        pending += [(f"{path}.{step}" if path else step, one) for step, one in below]
+        pending += [(f"{path}.{step}" if path else step, subschema) for step, subschema in below]
         if isinstance(reference := schema.get("$ref"), str):
             pending.append((reference, resolve(reference, root)))
 
@@ -186,7 +190,8 @@ def first_allowed(values: Sequence[JSON], schema: JSON, root: JSON) -> int | Non
         return frozenset(
             index
             for index, value in enumerate(values)
-            if _type_of(value) in types and (listed is None or any(_is_same(value, one) for one in listed))
+            if _type_of(value) in types
+            and (listed is None or any(_is_same(value, candidate) for candidate in listed))
         )
 
     return min(_folded(schema, root, own, frozenset(range(len(values))), {}, 0), default=None)
@@ -196,16 +201,18 @@ def property_schema(parameters: JSON, key: str) -> JSON:
     """Return the schema of one key of an object; None if nothing describes it."""
     levels = list(_levels(parameters, parameters))
     always = {id(node) for node in _levels(parameters, parameters, ("allOf",))}
-    found = [(_map(node, "properties")[key], node) for node in levels if key in _map(node, "properties")]
-    if not found:
+    matches = [(_map(node, "properties")[key], node) for node in levels if key in _map(node, "properties")]
+    if not matches:
         patterns = (
-            (pattern, one, node) for node in levels for pattern, one in _map(node, "patternProperties").items()
+            (pattern, subschema, node)
+            for node in levels
+            for pattern, subschema in _map(node, "patternProperties").items()
         )
-        found = [(one, node) for pattern, one, node in patterns if _may_match(pattern, key)]
-    if not found:
-        found = [(node["additionalProperties"], node) for node in levels if _map(node, "additionalProperties")]
-    parts = [one for one, node in found if id(node) in always]
-    if len(choices := [one for one, node in found if id(node) not in always]) > 1:
+        matches = [(subschema, node) for pattern, subschema, node in patterns if _may_match(pattern, key)]
+    if not matches:
+        matches = [(node["additionalProperties"], node) for node in levels if _map(node, "additionalProperties")]
+    parts = [subschema for subschema, node in matches if id(node) in always]
+    if len(choices := [subschema for subschema, node in matches if id(node) not in always]) > 1:
         choices = [{"anyOf": choices}]
     parts += choices
     return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else None
@@ -229,8 +236,10 @@ def listed_values(node: Mapping[str, JSON]) -> Sequence[JSON] | None:
 
 def loosened(parameters: JSON) -> JSON:
     """Return the schema of an object with the same keys and types, and no other rules."""
-    types = {key: allowed_types(one, parameters) & ALL_TYPES for key, one in properties(parameters).items()}
-    loose = {key: {"type": sorted(one)} if one and one != ALL_TYPES else {} for key, one in types.items()}
+    types = {key: allowed_types(schema, parameters) & ALL_TYPES for key, schema in properties(parameters).items()}
+    loose = {
+        key: {"type": sorted(allowed)} if allowed and allowed != ALL_TYPES else {} for key, allowed in types.items()
+    }
     return {"type": "object", "properties": loose, "additionalProperties": True}
 
 
@@ -252,18 +261,18 @@ def _folded(
     if id(schema) in known:
         return known[id(schema)]
     known[id(schema)] = everything
-    found = own(schema)
+    allowed = own(schema)
 
     def of(one: JSON) -> frozenset[Any]:
         return _folded(one, root, own, everything, known, depth + 1)
 
     if isinstance(reference := schema.get("$ref"), str):
-        found &= of(_target(reference, root))
+        allowed &= of(_target(reference, root))
     for key in _BRANCHES:
         if parts := [of(one) for one in _list(schema, key)]:
-            found &= frozenset.intersection(*parts) if key == "allOf" else frozenset.union(*parts)
-    known[id(schema)] = found
-    return found
+            allowed &= frozenset.intersection(*parts) if key == "allOf" else frozenset.union(*parts)
+    known[id(schema)] = allowed
+    return allowed
 
 
 def _levels(schema: JSON, root: JSON, keywords: Sequence[str] = _BRANCHES) -> Iterator[Mapping[str, JSON]]:

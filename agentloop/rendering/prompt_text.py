@@ -492,10 +492,10 @@ class PromptText:
                 )
                 return {"content": [{"type": "thinking", "thinking": thought}, *parts]}
             case ThoughtForm.TEXT:
-                written = self._thought_marks.around(thought)
+                text = self._thought_marks.around(thought)
                 if isinstance(content, list):
-                    return {"content": [{"type": "text", "text": written}, *content]}
-                return {"content": written + content}
+                    return {"content": [{"type": "text", "text": text}, *content]}
+                return {"content": text + content}
 
     def _content(self, content: str, images: Sequence[ImageRef], *, keeps_markup: bool) -> JSON:
         """Return the content as masked text, or as a list of parts if the message has images."""
@@ -601,7 +601,7 @@ def masked(tokens: Tokens, value: JSON, param: str, *, keeps_markup: bool = Fals
 
 def thought_marks(template_source: str, literals: Collection[str]) -> ThoughtMarks:
     """Return the reasoning delimiters in a template, else those in a tokenizer, else `<think>` and `</think>`."""
-    known = (marks for place in (template_source, literals) for marks in THOUGHT_MARKS if marks.close in place)
+    known = (marks for source in (template_source, literals) for marks in THOUGHT_MARKS if marks.close in source)
     return next(known, ThoughtMarks())
 
 

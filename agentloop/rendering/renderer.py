@@ -416,10 +416,10 @@ def _stop_token_ids(folder: Path, config: Mapping[str, JSON], tokens: Tokens, ch
     declared = read_json(folder / "generation_config.json").get("eos_token_id")
     if declared is None:
         declared = config.get("eos_token_id")
-    found = list(declared) if isinstance(declared, list) else [declared]
+    candidates = list(declared) if isinstance(declared, list) else [declared]
     text = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-    found.append(tokens.id_of(text) if text is not None else None)
-    return list(dict.fromkeys(i for i in found if isinstance(i, int)))
+    candidates.append(tokens.id_of(text) if text is not None else None)
+    return list(dict.fromkeys(i for i in candidates if isinstance(i, int)))
 
 
 def _int_or(value: JSON, default: int) -> int:

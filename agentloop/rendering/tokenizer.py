@@ -192,9 +192,9 @@ class Tokens:
         pieces, ends, length = [], [], 0
         lead, first = self._first_of(ids)
         # The algorithm of codecs' incremental UTF-8 decoder, inlined: the decoder object takes twice as long.
-        known, decode, rest = self._bytes_of, codecs.utf_8_decode, b""
+        cache, decode, rest = self._bytes_of, codecs.utf_8_decode, b""
         for index, token_id in enumerate(ids):
-            octets = known.get(token_id) if index != lead else first
+            octets = cache.get(token_id) if index != lead else first
             if octets is None:
                 octets = self.token_bytes(token_id)
             if rest:
@@ -226,8 +226,8 @@ class Tokens:
     def _new_bytes(self, token_id: int, token: str) -> bytes:
         if self._is_byte_level:
             values = [self._byte_of_char.get(char) for char in token]
-            known = [value for value in values if value is not None]
-            return bytes(known) if len(known) == len(values) else token.encode()
+            octets = [value for value in values if value is not None]
+            return bytes(octets) if len(octets) == len(values) else token.encode()
         if self._anchor_id is None:
             return self._decode((token_id,)).encode()
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -241,14 +241,14 @@ class Tokens:
         """Decode with any kind of decoder: a token's text is the difference to the text of its predecessors."""
         text = self._decode(ids)
         ends: list[int] = []
-        length, before, num_before, held = 0, list[int](), 0, list[int]()
+        length, before, num_before, pending = 0, list[int](), 0, list[int]()
         for token_id in ids:
-            held.append(token_id)
-            piece = self._decode((*before, *held))
+            pending.append(token_id)
+            piece = self._decode((*before, *pending))
             is_certain = len(piece) > num_before and not piece.endswith(_REPLACEMENT)
-            if is_certain or len(held) > _MAX_HELD_TOKENS:
+            if is_certain or len(pending) > _MAX_HELD_TOKENS:
                 length = min(length + max(len(piece) - num_before, 0), len(text))
-                before, held = held, []
+                before, pending = pending, []
                 num_before = len(self._decode(before))
             ends.append(length)
         if ends:
@@ -329,9 +329,9 @@ class TextDecoder:
     def _give_whole(self, decoded: DecodedText) -> DecodedText:
         """Return all characters of `decoded`, which ends with a complete character."""
         num_final = len(decoded.ends)
-        given = self._give(decoded, None, num_final)
+        emitted = self._give(decoded, None, num_final)
         if num_final <= _MAX_HELD:  # shortening the window costs one more decoding
-            return given
+            return emitted
         for start in range(num_final - _CONTEXT, num_final - _CONTEXT - _MAX_OPEN_BYTES - 1, -1):
             if start <= 0:
                 break
@@ -340,7 +340,7 @@ class TextDecoder:
                 self._window, self._num_final = self._window[start:], num_final - start
                 self._num_seen = len(context.text)
                 break
-        return given
+        return emitted
 
     def _give_broken(self, decoded: DecodedText) -> DecodedText:
         """Return the certain characters of a text with invalid UTF-8: the last id may begin a character."""
@@ -348,22 +348,22 @@ class TextDecoder:
         num_open = len(decoded.text) - num_certain
         if num_open > _MAX_OPEN_CHARS:
             return self._give_whole(decoded)
-        given = self._give(decoded, num_certain, len(decoded.ends) - 1)
+        emitted = self._give(decoded, num_certain, len(decoded.ends) - 1)
         if len(self._window) > _CONTEXT + num_open + _MAX_HELD:
             *before, last = self._window
             before = [token_id for token_id in before if self._has_text(token_id)][-_CONTEXT - num_open :]
             self._window, self._num_final = [*before, last], len(before)
             self._num_seen = max(len(self._tokens.decode_with_offsets(self._window).text) - num_open, 0)
-        return given
+        return emitted
 
     def _give(self, decoded: DecodedText, num_certain: int | None, num_final: int) -> DecodedText:
         seen = self._num_seen
-        given = DecodedText(
+        emitted = DecodedText(
             decoded.text[seen:num_certain],
             tuple(max(end - seen, 0) for end in decoded.ends[self._num_final : num_final]),
         )
-        self._num_seen, self._num_final = seen + len(given.text), num_final
-        return given
+        self._num_seen, self._num_final = seen + len(emitted.text), num_final
+        return emitted
 
     def _has_text(self, token_id: int) -> bool:
         stop = self._stop_token_id

@@ -164,22 +164,22 @@ class _Trial:
     def tool_turns(self, messages: Sequence[Message]) -> str | None:
         """Check the bridges within one tool cycle: prompt + turn + bridge must equal the complete rendering."""
         for turn, following in pairwise(_turns(messages)):
-            prompt, whole = (self._subject.text(messages[:end], TOOLS) for end in (turn, following))
+            prompt, complete = (self._subject.text(messages[:end], TOOLS) for end in (turn, following))
             appended = messages[turn + 1 : following]
             try:
                 bridge = self._subject.bridge(appended, TOOLS, TurnEnd(num_calls=_num_calls(messages[:turn])))
             except TemplateError as error:
                 return error.message
-            if (problem := self._ending_problem(whole, bridge, appended)) is not None:
+            if (problem := self._ending_problem(complete, bridge, appended)) is not None:
                 return problem
-            if not whole.startswith(prompt):
+            if not complete.startswith(prompt):
                 plain = _without_thoughts(messages[:following])
-                kept, shown = (self._thoughtless(plain[:end], TOOLS) for end in (turn, following))
-                if not shown.startswith(kept):
-                    return f"earlier text changes {show_difference(prompt, whole)}"
+                earlier, later = (self._thoughtless(plain[:end], TOOLS) for end in (turn, following))
+                if not later.startswith(earlier):
+                    return f"earlier text changes {show_difference(prompt, complete)}"
                 self.strips_in_cycle = self.strips_thinking = True
-            elif len(prompt) + len(bridge) > len(whole):
-                return f"the turns do not join {show_difference(bridge, whole[-len(bridge) :])}"
+            elif len(prompt) + len(bridge) > len(complete):
+                return f"the turns do not join {show_difference(bridge, complete[-len(bridge) :])}"
             if (problem := self._content_problem(messages[:following], turn)) is not None:
                 return problem
         return None
@@ -187,12 +187,12 @@ class _Trial:
     def _content_problem(self, messages: Sequence[Message], turn: int) -> str | None:
         """Check that the content of a turn with calls is either shown or omitted without other effects."""
         plain = _without_thoughts(messages)
-        whole = self._subject.text(plain, TOOLS)
-        if plain[turn].content in whole:
+        complete = self._subject.text(plain, TOOLS)
+        if plain[turn].content in complete:
             return None
         plain[turn] = replace(plain[turn], content="")
         dropped = self._subject.text(plain, TOOLS)
-        return None if whole == dropped else f"the turn's text changes {show_difference(dropped, whole)}"
+        return None if complete == dropped else f"the turn's text changes {show_difference(dropped, complete)}"
 
     def user_turns(self, messages: Sequence[Message], tools: Sequence[JSON]) -> str | None:
         """Check the bridges to a user message: after an assistant's answer, and directly after tool results."""
@@ -210,30 +210,30 @@ class _Trial:
         return None
 
     def _user_turn(self, messages: Sequence[Message], turn: int, tools: Sequence[JSON]) -> str | None:
-        prompt, whole = self._subject.text(messages[:turn], tools), self._subject.text(messages, tools)
+        prompt, complete = self._subject.text(messages[:turn], tools), self._subject.text(messages, tools)
         before = self._subject.text(messages[:-1], tools, adds_generation_prompt=False)
         appended = messages[turn + 1 :]
         bridge = self._subject.bridge(appended, tools, TurnEnd(num_calls=_num_calls(messages[:turn])))
-        if (problem := self._ending_problem(whole, bridge, appended)) is not None:
+        if (problem := self._ending_problem(complete, bridge, appended)) is not None:
             return problem
         if (problem := self._earlier_problem(messages, turn, tools)) is not None:
             return problem
         thoughts = [message.reasoning for message in messages if message.reasoning]
         is_open = _OPEN_THOUGHT.search(prompt) is not None
-        lost = any((thought in before or is_open) and thought not in whole for thought in thoughts)
-        self.strips_thinking |= lost or not whole.startswith(prompt)
+        lost = any((thought in before or is_open) and thought not in complete for thought in thoughts)
+        self.strips_thinking |= lost or not complete.startswith(prompt)
         return None
 
     def _earlier_problem(self, messages: Sequence[Message], turn: int, tools: Sequence[JSON]) -> str | None:
         """Check that only reasoning changed before the last turn: a bridge keeps reasoning."""
         plain = _without_thoughts(messages)
-        prompt, whole = (self._thoughtless(part, tools) for part in (plain[:turn], plain))
+        prompt, complete = (self._thoughtless(part, tools) for part in (plain[:turn], plain))
         observed = prompt[: prompt.rfind(plain[turn - 1].content) + len(plain[turn - 1].content)]
-        if not whole.startswith(observed):
-            return f"earlier text changes {show_difference(observed, whole)}"
-        if prompt.find(_SHOWN_TOOL) != whole.find(_SHOWN_TOOL):
-            return f"the tools move {show_difference(prompt, whole)}"
-        if plain[turn].content not in whole:
+        if not complete.startswith(observed):
+            return f"earlier text changes {show_difference(observed, complete)}"
+        if prompt.find(_SHOWN_TOOL) != complete.find(_SHOWN_TOOL):
+            return f"the tools move {show_difference(prompt, complete)}"
+        if plain[turn].content not in complete:
             return self._content_problem(messages, turn)
         return None
 

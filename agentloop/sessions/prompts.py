@@ -182,12 +182,12 @@ async def make_prompt(
                 return prompt
             cause = prompt
     shown = (*messages, *reply_prefix)
-    written = await _rendered(
+    rendered = await _rendered(
         shown,
         lambda: renderer.render(shown, chat_call.tools, template_kwargs, is_open=chat_call.continues),
         template_kwargs,
     )
-    ids, images = await parts.placer.place(written, messages, asker)
+    ids, images = await parts.placer.place(rendered, messages, asker)
     if match.parent is None:
         return _root(ids, images, messages, match.tools_key, match.split)
     # The complete rendering may still begin with the stored ids; only if it does not, it starts a new branch.
@@ -217,17 +217,17 @@ async def _bridged(
     num_messages = len(chat_call.messages) - chat_call.continues
     shown = (*appended, *chat_call.messages[num_messages:])
     try:
-        written = await _rendered(
+        rendered = await _rendered(
             shown,
             lambda: renderer.bridge(shown, chat_call.tools, end, template_kwargs, is_open=chat_call.continues),
             template_kwargs,
         )
     except TemplateNotPrefixStable as error:
         return error.message
-    bridge, images = await parts.placer.place(written, appended, asker, first_index=num_messages - len(appended))
-    known = graph.context_ids(parent.node_id)
-    images = (*graph.context_images(parent.node_id), *shifted_images(images, len(known)))
-    ids = (*known, *bridge)
+    bridge, images = await parts.placer.place(rendered, appended, asker, first_index=num_messages - len(appended))
+    context_ids = graph.context_ids(parent.node_id)
+    images = (*graph.context_images(parent.node_id), *shifted_images(images, len(context_ids)))
+    ids = (*context_ids, *bridge)
     return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split, images)
 
 

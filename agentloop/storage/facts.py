@@ -216,9 +216,11 @@ def _histogram(column: Iterable[float | None]) -> Histogram:
 
 def _totals(db: Database, user_names: Sequence[str] | None) -> tuple[FactsTotal, ...]:
     by, sums = "stop_reason, f, v", ", ".join(f"SUM({name})" for name in _SUMS)
-    kept = f"SELECT owner, stop_reason, failure AS f, newest_version AS v, {', '.join(_SUMS)} FROM totals_by_owner"
+    stored = (
+        f"SELECT owner, stop_reason, failure AS f, newest_version AS v, {', '.join(_SUMS)} FROM totals_by_owner"
+    )
     is_owned, owners = of_users(user_names, "owner")
-    parts = f"({kept} UNION ALL {_FRESH_TOTALS}) both_parts WHERE {is_owned}"
+    parts = f"({stored} UNION ALL {_FRESH_TOTALS}) both_parts WHERE {is_owned}"
     rows = db.execute(f"SELECT {by}, {sums} FROM {parts} GROUP BY {by} ORDER BY {by}", owners)
     return tuple(
         FactsTotal(

@@ -189,11 +189,11 @@ def _each_once(trajectories: Iterable[Trajectory]) -> Iterator[tuple[RecordKey, 
 
 
 def _lengths(num_sampled: Sequence[int]) -> LengthSummary:
-    known = np.array([number for number in num_sampled if number > 0])
-    if known.size == 0:
+    lengths = np.array([number for number in num_sampled if number > 0])
+    if lengths.size == 0:
         return LengthSummary(0, 0.0, 0.0, 0.0, 0.0, 0)
-    p50, p90, p99 = (round(float(value), 1) for value in np.percentile(known, (50, 90, 99)))
-    return LengthSummary(known.size, round(float(known.mean()), 1), p50, p90, p99, int(known.max()))
+    p50, p90, p99 = (round(float(value), 1) for value in np.percentile(lengths, (50, 90, 99)))
+    return LengthSummary(lengths.size, round(float(lengths.mean()), 1), p50, p90, p99, int(lengths.max()))
 
 
 def _stale(trajectory: Trajectory) -> dict[str, int]:

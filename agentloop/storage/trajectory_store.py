@@ -424,18 +424,18 @@ class TrajectoryStore:
         """
         rollout_id = record.rollout_id
         terms = RolloutTerms(owner_of(rollout_id))
-        place = _place(record)
+        key = _place(record)
 
         def work(db: Database) -> bool:
             _check_sessions(db, rollout_id)
-            stored = db.execute(f"SELECT digest, {retention.HAS_VALUE} {_AT_PLACE}", place).fetchone()
+            stored = db.execute(f"SELECT digest, {retention.HAS_VALUE} {_AT_PLACE}", key).fetchone()
             if stored is None:
                 db.execute(_ADD_ROLLOUT, (rollout_id,))
                 db.execute(_ADD_TERMS, (rollout_id, codec.encode(terms)))
                 self._add(db, [record])
                 return True
             if stored[0] != record.digest and stored[1]:  # any record is accepted as a repeat of a deleted one
-                name = "/".join(map(str, place))
+                name = "/".join(map(str, key))
                 raise Conflict(
                     f"{name} has the record of another session, with the digest {stored[0].hex()} instead of"
                     f" {record.digest.hex()}",
@@ -464,11 +464,11 @@ class TrajectoryStore:
 
     async def has_record(self, record: EncodedRecord) -> bool:
         """Return True if the record's sample has, or had, a record. Raises NotFound or Gone for its rollout."""
-        place = _place(record)
+        key = _place(record)
 
         def work(db: Database) -> bool:
             _counts(db, record.rollout_id)
-            return db.execute(f"SELECT 1 {_AT_PLACE}", place).fetchone() is not None
+            return db.execute(f"SELECT 1 {_AT_PLACE}", key).fetchone() is not None
 
         return await self._writer.run(work)
 

@@ -134,16 +134,16 @@ class LocalVersions:
         Raises InvalidRequest if a folder with that name exists and is not a local version.
         """
         self._prune(base)
-        part, made = self._folder / _PART, self._folder / folder_of(version)
-        if made.exists() and not _is_ours(made):
-            raise InvalidRequest(f"{made} is not a local version: move it, or use another folder", param="folder")
+        part, target = self._folder / _PART, self._folder / folder_of(version)
+        if target.exists() and not _is_ours(target):
+            raise InvalidRequest(f"{target} is not a local version: move it, or use another folder", param="folder")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         try:
             yield part
             sync_path(part)
-            shutil.rmtree(made, ignore_errors=True)  # a damaged copy, or a version of another run
-            part.rename(made)
+            shutil.rmtree(target, ignore_errors=True)  # a damaged copy, or a version of another run
+            part.rename(target)
             sync_path(self._folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -264,10 +264,10 @@ def apply(base: Path, deltas: Sequence[Delta], target: Path, check: Check) -> di
 
     Returns the tensors' checksums. Raises CopyDamaged if any tensor of the base is damaged.
     """
-    held, sums = stored_tensors(base), dict(content_of(base).sums)
-    if unknown := min({name for _, tensors in deltas for name in tensors} - held.keys(), default=None):
+    base_tensors, sums = stored_tensors(base), dict(content_of(base).sums)
+    if unknown := min({name for _, tensors in deltas for name in tensors} - base_tensors.keys(), default=None):
         raise LayoutMismatch(f"tensor {unknown} is in a delta, but not in its base")
-    for path, tensors in groupby(held.values(), key=lambda stored: stored.path):
+    for path, tensors in groupby(base_tensors.values(), key=lambda stored: stored.path):
         own = list(tensors)
         with TensorFile(target / path.name, {stored.name: stored.entry for stored in own}) as made:
             for stored in own:

@@ -80,22 +80,22 @@ class VersionPublisher:
     def _publish(self, tensors: Sequence[TensorBytes] | Path, version: int, *, is_doubted: bool) -> PublishReport:
         started_at = time.monotonic()
         self._local.check_apart(self._store)
-        given = tensors_of(tensors) if isinstance(tensors, Path) else list(tensors)
-        entries = {tensor.name: _entry_of(tensor) for tensor in given}
+        new_tensors = tensors_of(tensors) if isinstance(tensors, Path) else list(tensors)
+        entries = {tensor.name: _entry_of(tensor) for tensor in new_tensors}
         latest, base_version = self._store.latest_before(version), None
         index = Index(version, {}, self._options.checksum, encoding=self._encoding)
         base: Mapping[str, StoredTensor] = {}
         if latest is not None:
             self._local.folder(self._store, latest, is_doubted=is_doubted)
-            held, self._base_sums = self._local.tensors(latest)
-            _check_layout(entries, held, latest)
+            base_tensors, self._base_sums = self._local.tensors(latest)
+            _check_layout(entries, base_tensors, latest)
             chain = chain_of(self._store, latest)
             # A reader applies all deltas of the chain, so its length is bounded by periodic full versions.
             if len(chain) < self._options.full_every:
-                base_version, base = latest, held
+                base_version, base = latest, base_tensors
                 index = replace(index, base_version=latest, base_index=digest(chain[0].raw))
         with self._local.making(version, latest) as part:
-            files, checksums, sums = self._write(part, given, entries, base, index)
+            files, checksums, sums = self._write(part, new_tensors, entries, base, index)
             encoded_at = time.monotonic()
             index = replace(index, files=files, content=digest("".join(sorted(checksums.values())).encode()))
             folder = part if base_version is None else part / _DELTA
@@ -190,15 +190,15 @@ def tensors_of(folder: Path) -> list[TensorBytes]:
     """Return the tensors of a checkpoint. Raises CheckpointUnreadable."""
     inspect_checkpoint(str(folder))
     return [
-        TensorBytes(one.name, DTYPES[one.entry.dtype][0], tuple(one.entry.shape), one.read)
-        for one in stored_tensors(folder).values()
+        TensorBytes(tensor.name, DTYPES[tensor.entry.dtype][0], tuple(tensor.entry.shape), tensor.read)
+        for tensor in stored_tensors(folder).values()
     ]
 
 
 def _check_layout(entries: Mapping[str, Entry], base: Mapping[str, StoredTensor], base_version: int) -> None:
-    given = {name: (one.dtype, one.shape) for name, one in entries.items()}
-    held = {name: (one.entry.dtype, one.entry.shape) for name, one in base.items()}
-    if given != held:
-        first = next(name for name in (*given, *held) if given.get(name) != held.get(name))
+    new_layout = {name: (one.dtype, one.shape) for name, one in entries.items()}
+    base_layout = {name: (one.entry.dtype, one.entry.shape) for name, one in base.items()}
+    if new_layout != base_layout:
+        first = next(name for name in (*new_layout, *base_layout) if new_layout.get(name) != base_layout.get(name))
         differs = f"tensor {first} differs from version {base_version}: names, dtypes and shapes must not change"
         raise LayoutMismatch(f"{differs} within a run", param="weights")

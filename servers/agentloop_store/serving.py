@@ -77,10 +77,10 @@ async def pull_version(order: PullVersion) -> None:
     local = LocalVersions(versions, _pulled_before(folder, versions))
     store = PulledStore(Path(order.source), Path(order.base))
     LocalVersions(folder).check_apart(store)  # the link must not be inside the published store
-    made = await _made(local, store, order.version)
-    link = made.with_name("link")
+    target = await _made(local, store, order.version)
+    link = target.with_name("link")
     link.unlink(missing_ok=True)
-    link.symlink_to(made)
+    link.symlink_to(target)
     link.replace(folder)
 
 

@@ -81,10 +81,10 @@ class Tracing:
         self._exporter.shutdown()  # type: ignore[no-untyped-call] # ends the retries of a running request
 
     def _is_kept(self, record: Trajectory) -> bool:
-        kept, is_slow = self._settings.keep, self._is_slow(record.timings.total_s)
+        keep, is_slow = self._settings.keep, self._is_slow(record.timings.total_s)
         return (
-            (is_slow and "slowest" in kept)
-            or (record.failure is not None and "failed" in kept)
+            (is_slow and "slowest" in keep)
+            or (record.failure is not None and "failed" in keep)
             or self._spans.is_sampled(record, self._settings.sample)
         )
 
