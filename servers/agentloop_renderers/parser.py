@@ -55,7 +55,7 @@ class LibraryParser:
             except MalformedCall as malformed:
                 builder.add_malformed(start, end, malformed)
         if len(spans) > MAX_CALLS:
-            error = f"{len(spans) - MAX_CALLS} tool calls after the first {MAX_CALLS} were not read"
+            error = f"{len(spans) - MAX_CALLS} tool calls after the first {MAX_CALLS} were not parsed"
             builder.add_malformed(spans[MAX_CALLS][0], spans[-1][1], MalformedCall(error))
         return builder.finish()
 

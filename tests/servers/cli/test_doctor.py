@@ -91,7 +91,7 @@ def test_tools_that_are_off_are_no_fault_and_told(tmp_path: Path) -> None:
     [
         ("llama3_1", ["--parser", "hermes"], "parser", "parsers that read it: llama3_json"),
         ("qwen3_coder", ["--parser", "hermes"], "parser", "parsers that read it: qwen3_xml, qwen3_coder"),
-        ("qwen3", ["--parser", "nonsense"], "parser", "no parser 'nonsense'"),
+        ("qwen3", ["--parser", "nonsense"], "parser", "unknown parser 'nonsense'"),
         ("qwen3", ["--renderer", "nonsense"], "chat format", "'nonsense' is not an import path"),
     ],
 )

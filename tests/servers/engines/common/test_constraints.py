@@ -51,9 +51,9 @@ BAD = {
     "a schema's end within": (Constraint(ConstraintKind.JSON_SCHEMA, '{}}, "x": {"a": 1'), "Extra data"),
     "a type that is none": (schema({"type": "nonsense"}), 'Unsupported type "nonsense"'),
     "false": (schema(False), "cannot accept any value"),
-    "itself": (schema({"$ref": "#"}), "leads back to itself"),
-    "a circle": (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "leads back to itself"),
-    "nothing": (schema({"properties": {"a": {"$ref": "#/$defs/b"}}}), r"'#/\$defs/b' points to nothing"),
+    "itself": (schema({"$ref": "#"}), "is in a cycle"),
+    "a circle": (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "is in a cycle"),
+    "nothing": (schema({"properties": {"a": {"$ref": "#/$defs/b"}}}), r"'#/\$defs/b' has no target"),
     "not enforceable": (schema({"type": "integer", "multipleOf": 3}), "cannot be enforced"),
     "too deep": (Constraint(ConstraintKind.JSON_SCHEMA, '{"not": ' * 100 + "{}" + "}" * 100), "nested too deeply"),
     "counted properties": (
