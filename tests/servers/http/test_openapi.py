@@ -45,9 +45,9 @@ CHAINS = {
 }
 """Calls that are made with what the ones before answered: the ids of sessions and rollouts above all."""
 RULES = {
-    "a rule between fields": r"(give|send) either|needs |requires |above the maximum|larger than the maximum|differ|"
-    r"two sessions|exactly one|must be|without tools|(unknown|there is no) (tool|turn)|two tools|holds no |is empty|"
-    r"twice|different sessions|exclude each other|cannot be combined|is greater than|kept for sessions|"
+    "a rule between fields": r"(give|send) either|needs |requires |above the maximum|larger than the maximum|"
+    r"differ|two sessions|exactly one|must be|without tools|(unknown|there is no) (tool|turn)|two tools|holds no |"
+    r"is empty|twice|different sessions|exclude each other|cannot be combined|is greater than|kept for sessions|"
     r"not in 'tools'|cannot have a block|something else to score|not the client's to set|is reserved|"
     r"the arguments (have at most|exceed)|give a rid|rid must have|an update is a|for \d+ names|"
     r"expected world_size|is below min_version",

@@ -92,12 +92,12 @@ def install(llm: Any) -> None:
         return outputs
 
     llm.engine_core.get_output_async = received
-    LogprobsProcessor._update_sample_logprobs = _append
+    LogprobsProcessor._update_sample_logprobs = append_rows
     # vLLM reads this variable for every output of a step: a third of the front end's time.
     envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
 
 
-def _append(processor: Any, own: tuple[StepRows, range]) -> None:
+def append_rows(processor: Any, own: tuple[StepRows, range]) -> None:
     """Append to a request's FlatLogprobs, as vLLM's `LogprobsProcessor` does without a tokenizer."""
     flat, num_logprobs, rows = processor.logprobs, processor.num_logprobs, own[0]
     for row in own[1]:

@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from agentloop_servers.engines.vllm.step_logprobs import StepLogprobs, _append, unpack
+from agentloop_servers.engines.vllm.step_logprobs import StepLogprobs, append_rows, unpack
 
 pytestmark = pytest.mark.engine
 
@@ -70,8 +70,7 @@ def appended(outputs, num_logprobs, append):
         num_logprobs=num_logprobs,
         num_prompt_logprobs=None,
     )
-    if outputs.new_logprobs is not None:
-        append(processor, outputs.new_logprobs)
+    append(processor, outputs)
     return processor.logprobs, processor.cumulative_logprob
 
 
@@ -91,12 +90,17 @@ def test_each_request_gets_the_logprobs_that_vllm_would_send(requests, firsts, n
     step = lists(7, width, firsts)
     theirs = VllmScheduler().update_from_output(requests, RunnerOutput(step))[0].outputs
     packed = Scheduler().update_from_output(requests, RunnerOutput(step))[0]
-    ours = received(packed)
-    assert len(ours) == len(requests)
-    for own, expected in zip(ours, theirs, strict=True):
-        expected_logprobs = appended(expected, num_logprobs, LogprobsProcessor._update_sample_logprobs)
-        assert appended(own, num_logprobs, _append) == expected_logprobs
+    outputs = received(packed)
+    assert len(outputs) == len(requests)
+    for own, expected in zip(outputs, theirs, strict=True):
+        expected_logprobs = appended(expected, num_logprobs, LogprobsProcessor.update_from_output)
+        assert appended(own, num_logprobs, update_as_ours) == expected_logprobs
         assert own.new_token_ids == expected.new_token_ids
+
+
+def update_as_ours(processor, output):
+    if output.new_logprobs is not None:
+        append_rows(processor, output.new_logprobs)
 
 
 def test_a_step_without_logprobs_is_left_alone():
