@@ -31,7 +31,7 @@ from agentloop_servers.cluster.nodes import find_coordinator, for_nodes, node_la
 from agentloop_servers.cluster.ray_start import RayStart
 from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import CoordinatorClient
-from agentloop_servers.net.tcp import listening_socket, url_of
+from agentloop_servers.net.tcp import free_ports, listening_socket, url_of
 from agentloop_servers.processes.checks import check_hosts, check_resources
 from agentloop_servers.run.locks import pass_on_signal
 
@@ -267,8 +267,10 @@ async def _to_its_end(
 def free_port(host: str, port: int = 0) -> int:
     """Return `port`, or for 0 a port that is currently free. Raises ServiceUnavailable if the port is in use."""
     try:
-        with listening_socket(host, port) as probe:
-            return int(probe.getsockname()[1])
+        if port == 0:
+            return free_ports(1, host)[0]
+        with listening_socket(host, port):
+            return port
     except OSError as error:
         raise ServiceUnavailable(
             f"cannot listen on {url_of(host, port)}: {error.strerror}; stop the other process, or change the port"

@@ -10,11 +10,10 @@ handled by this process.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from ray._raylet import (  # type: ignore[attr-defined]
 
 from agentloop.errors import ServiceUnavailable, error_line
 from agentloop_servers.cluster.host import usable_cpus
+from agentloop_servers.net.tcp import free_ports
 
 NODE_TIMEOUT_S = 300.0  # time of one attempt for Ray's node to register
 SLOW_AFTER_S = 15.0
@@ -142,7 +142,7 @@ class PatientNode(ray_node.Node):  # type: ignore[misc] # Ray has no types
         """Do not start it: it adds nodes to a cluster, and this cluster has a single node."""
 
     def start_raylet(self, *arguments: Any, **options: Any) -> None:
-        for (name, field), port in zip(_AGENT_PORTS.items(), _free_ports(len(_AGENT_PORTS)), strict=True):
+        for (name, field), port in zip(_AGENT_PORTS.items(), free_ports(len(_AGENT_PORTS)), strict=True):
             setattr(self._ray_params, field, port)
             persist_port(self._session_dir, self._node_id, name, port)
         super().start_raylet(*arguments, **options)
@@ -158,14 +158,6 @@ def nodes_made_by(make: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         ray_node.Node = plain
-
-
-def _free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def _load() -> str:

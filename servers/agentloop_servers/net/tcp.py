@@ -6,6 +6,9 @@ wait for its own timeout, which is minutes for a generation. The system's defaul
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import random
 import socket
 
 KEEP_ALIVE_IDLE_S = 5
@@ -13,6 +16,8 @@ KEEP_ALIVE_INTERVAL_S = 3
 NUM_KEEP_ALIVE_PROBES = 3
 USER_TIMEOUT_MS = 15_000  # for unacknowledged sent data, which keep-alive probes do not cover
 BACKLOG = 2048
+_UNASSIGNED_PORTS = range(20_000, 32_768)
+_MAX_PORT_TRIES = 100
 
 ADDRESS_VARIABLE = "AGENTLOOP_NODE_ADDRESS"
 """The environment variable with the node address on which other nodes reach an engine's processes."""
@@ -31,6 +36,22 @@ def listening_socket(host: str, port: int = 0, backlog: int = BACKLOG) -> socket
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(listener)
     return listener
+
+
+def free_ports(number: int, host: str = "") -> list[int]:
+    """Return ports on which no process listens now, for processes that bind them later. Raises OSError.
+
+    They are below the ports that Linux assigns to outgoing connections, one of which could take a port meanwhile.
+    """
+    ports: list[int] = []
+    for port in random.sample(_UNASSIGNED_PORTS, _MAX_PORT_TRIES):
+        if len(ports) == number:
+            break
+        with contextlib.suppress(OSError), listening_socket(host, port):
+            ports.append(port)
+    if len(ports) < number:
+        raise OSError(errno.EADDRINUSE, f"fewer than {number} of {_MAX_PORT_TRIES} ports are free")
+    return ports
 
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:
