@@ -28,6 +28,7 @@ from agentloop.types import Judge, RolloutTask, Trajectory
 
 __all__ = ["AgentLimits", "AgentProgram", "AgentRecord", "AgentRun", "run_agents"]
 
+# The session must not expire before the run, its reward and its open calls have ended.
 _SPARE_TTL_S = 300.0  # added to the maximum duration of a run for its session's TTL
 
 _log = structlog.stdlib.get_logger(__name__)

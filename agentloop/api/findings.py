@@ -140,7 +140,7 @@ def _of_service(status: ServiceStatus) -> Iterator[Finding]:
     if status.asleep_s is not None:
         text = f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){_because(status.sleep_reason)}"
         yield Finding(Cause.ASLEEP, text, "agentloop wake", status.asleep_s)
-    elif not status.is_ready:
+    elif not status.is_ready:  # a sleeping fleet takes no traffic either
         yield _no_traffic(status)
     if status.store is not None and status.store.error:
         latest = "the latest version" if status.store.latest is None else f"version {status.store.latest}"
@@ -196,6 +196,7 @@ def _of_queue(status: ServiceStatus, flights: FlightPage) -> Iterator[Finding]:
     if 0 < num_held == num_queued and not is_running and not status.update:
         text = f"{num_held} samples are held until new weights arrive: by their version, adapter or staleness limit"
         yield Finding(Cause.STALE, text, "push weights, or raise `max_staleness` or `trajectories_per_version`")
+    # While engines generate, a queue is normal.
     if status.queue.reason and status.is_ready and not _is_busy(status, flights):
         num = status.queue.num_queued + status.queue.num_waiting
         text = f"{num} samples and calls wait for capacity, but no engine has work: {status.queue.reason}"
@@ -271,6 +272,7 @@ def _of_rollouts(status: ServiceStatus) -> Iterator[Finding]:
 
 
 def _of_sessions(flights: FlightPage) -> Iterator[Finding]:
+    # A session that waits for capacity holds no reservation.
     idle = (row for row in flights.sessions if row.flight.doing is not Doing.PLACE)
     rows = [row for row in idle if row.flight.for_s >= SILENT_SESSION_S]
     if rows:

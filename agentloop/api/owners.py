@@ -109,7 +109,7 @@ def adapter_named(given: str, user_names: Sequence[str] | None, served: Iterable
         if name in visible:
             return name
     known = ", ".join(repr(shown_id(name)) for name in visible) or "none"
-    raise ModelNotFound(f"unknown adapter {given[:200]!r}: the adapters are {known}", param="model")
+    raise ModelNotFound(f"unknown adapter {given[:200]!r}; served adapters: {known}", param="model")
 
 
 def is_own_id(given: str) -> bool:

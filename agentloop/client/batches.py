@@ -96,6 +96,7 @@ async def batches_of(
             await rollout.cancel()
             num_open, first_kept = 0, number + 1
         yield Batch(number, tuple(groups), tuple(ages), num_unfinished)
+        # The caller requests the next batch, so it has finished with this one.
         if acknowledge:
             await rollout.acknowledge()
         rollout.forget()

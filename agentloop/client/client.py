@@ -416,6 +416,7 @@ class RolloutClient:
         `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version` and `adapter` are described at
         `NewSessionBody`.
         """
+        # The client chooses the id, so that a retried request creates only one session.
         names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
         place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
         demand = None if weight_version is None else codec.to_builtins(weight_version)
@@ -624,6 +625,7 @@ class RolloutClient:
             part = _next_part(tasks, num_sent, size)
             rollout_id = _new_id()
             checked = check_body({"tasks": part, "rollout_id": rollout_id, **options}, SubmitBody)
+            # Register the part first: if the response is lost, `_forget` has to cancel it.
             rollout.expect(rollout_id, len(part), checked.num_samples)
             try:
                 await self._transport.call("POST", "/rollouts", body=checked, repeat_overloaded=False)

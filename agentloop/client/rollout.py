@@ -228,6 +228,7 @@ async def follow(
             after = page.cursor
             for trajectory in page.trajectories:
                 yield trajectory
+            # The caller requests the next record, so it has finished with this page.
             if acknowledge:
                 with suppress(Gone):
                     await service.acknowledge(rollout_id, after)

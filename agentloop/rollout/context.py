@@ -298,8 +298,9 @@ class LoopContext:
         await self._observe_pending(max_tokens)
         num_prompt = self._path.num_context_tokens
         room = self._budget.tokens_for_turn(num_prompt, max_tokens)
-        self.has_lost_call = True
+        self.has_lost_call = True  # until the reply arrives: without it the trajectory is incomplete
         started = time.perf_counter()
+        # At the deadline the engine aborts the turn and returns its tokens, which takes up to TURN_GRACE_S.
         with self.deadline.grace(TURN_GRACE_S):
             wanted = self._turn_request(room, temperature)
             try:

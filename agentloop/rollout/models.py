@@ -42,7 +42,7 @@ class ModelsPort(Protocol):
 def unknown_model(name: str, names: Iterable[str], param: str = "model") -> ModelNotFound:
     """Return the ModelNotFound error for a name that is not in `names`, the configured models."""
     known = ", ".join(map(repr, names)) or "none"
-    return ModelNotFound(f"unknown model {name!r}: the models other than the policy are {known}", param=param)
+    return ModelNotFound(f"unknown model {name!r}; models other than the policy: {known}", param=param)
 
 
 class NoModels:

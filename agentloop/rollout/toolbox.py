@@ -315,7 +315,7 @@ class ToolScope:
             results_of = (self._result(call, max_response_bytes, keep, stopwatch) for call in calls)
             tasks = [group.create_task(result) for result in results_of]
         results = [task.result() for task in tasks]
-        if self._lost is not None:
+        if self._lost is not None:  # only now, so that every call has its result first
             raise self._lost
         # Do not journal the call that ended the episode: after a resume it must run again to end it there too.
         if keep is not None and self.ended is None:
@@ -363,6 +363,7 @@ class ToolScope:
             for name, state in states.items():
                 await self._restore(self._owners[name], state)
         except ToolError:
+            # Some sessions may be restored already: replace all of them, so that none keeps the old state.
             await self._close_sessions()
             if self._task is not None:
                 await self.open(self._task)
@@ -583,6 +584,7 @@ class ToolScope:
         result = ToolResult(
             call.id, call.name, content, is_error, is_truncated, duration_s, answer.outcome, begun_us
         )
+        # Journal a stateless result immediately. Results of tools with state need the snapshot after the last call.
         if keep is not None and not self._has_state(call.name) and not is_lost:
             keep((result,), {})
         return result
@@ -615,6 +617,7 @@ class ToolScope:
             )
         finally:
             open_.num_running -= 1
+            # The last call of a retired session closes it, because the scope no longer refers to it.
             if open_.is_retired and open_.num_running == 0:
                 await _shielded(self._close_session(owner.spec.name, open_), self._toolbox)
         # A late call leaves the environment in an unknown state, so the environment is not replaced but lost.

@@ -230,7 +230,9 @@ class TrajectoryRun:
             record = self._failure_record(error)
             encoded = EncodedRecord.of(record)
         finally:
+            # Release the KV reservation on every path, and before the record is submitted.
             self._lease.close()
+        # Do not count a dropped trajectory: its sample is run again.
         if not self.is_dropped:
             count_record(self._parts.tally, record, "rollout")
         self._log.info(
@@ -310,6 +312,7 @@ class TrajectoryRun:
         self._ctx.tool_s = opening_s
         self._outcome = await self._run_loop(self._ctx)
         self._ended_at = time.perf_counter()
+        # A failed or cancelled trajectory has no score: it would not measure the policy.
         if self._has_ended_well:
             started = time.perf_counter()
             self._tools_score, self._tools_problem = await scope.score(self._task, self._ctx.messages)
@@ -330,6 +333,7 @@ class TrajectoryRun:
         except ToolLost as error:
             return _Outcome(StopReason.TOOL_FAILED, str(error))
         finally:
+            # Wait for the end, so that no session is opened while the scope is closed.
             opening.cancel()
             await asyncio.wait({opening})
         return None
@@ -557,6 +561,7 @@ class TrajectoryRun:
         finally:
             ctx.close()
             user_tasks.abandon([task])
+        # Take over the log fields that the loop's task has bound (turn, replica, version).
         bind_contextvars(**context.run(get_contextvars))
         if task.done():
             return task.result()
@@ -585,6 +590,7 @@ class TrajectoryRun:
         assert self._loop is not None, "not loaded"
         try:
             kept = None if self._journal is None else self._journal.kept
+            # A resumed trajectory has only the rest of its deadline.
             left_s = None if kept is None else kept.left_s
             timeout_s = self._task.limits.timeout_s if left_s is None else left_s
             async with Deadline.moving(timeout_s, self._parts.config.max_standstill_s) as ctx.deadline:

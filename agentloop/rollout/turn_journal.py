@@ -225,6 +225,7 @@ class TurnJournal:
         name = assignment.assignment_id
         run_name = f"{mark_of(name)}.{time.time_ns():020d}.{os.urandom(3).hex()}"
         run = RunJournal(self, assignment, run_name, fingerprint)
+        # A first attempt has no earlier journals, so do not read the storage.
         if assignment.attempt == 0 and not assignment.is_restored and not self._home.may_have(name):
             return run
         try:
@@ -256,6 +257,7 @@ class TurnJournal:
     def forget(self, run: RunJournal) -> None:
         """Remove the journals of a run and of its sample's earlier runs with the next batch."""
         self._pending.pop(run, None)
+        # A run that was never written has no journal to remove.
         doomed = [*run.earlier, run.name] if run.is_kept else run.earlier
         self._doomed += [(run.assignment_id, name) for name in doomed]
         run.earlier, run.is_kept = (), False
@@ -298,6 +300,7 @@ class TurnJournal:
 
     async def _flush(self, *, spares_young: bool) -> None:
         async with self._writing:
+            # Retry an unsent batch first, so that the entries of a run stay in order.
             if self._unsent is not None and not await self._is_sent(self._unsent):
                 return
             born_by = asyncio.get_running_loop().time() - self._young_s if spares_young else math.inf
@@ -307,6 +310,7 @@ class TurnJournal:
                 run.is_kept = True
             doomed, self._doomed = self._doomed, []
             if batch or doomed:
+                # Cached: encoding counts the parts of each run, and a retry must write the same parts.
                 self._unsent = _Batch(tuple(batch), cache(partial(_encoded, batch)), doomed)
                 await self._is_sent(self._unsent)
 
@@ -320,6 +324,7 @@ class TurnJournal:
             self._is_failing = True
             if error.retryable:
                 return False
+            # The runs continue without a journal.
             over = [run.name for run in batch.runs]
         else:
             self._is_failing = False

@@ -136,6 +136,7 @@ class Worker:
                 await self._stop_running()
                 await self._leave()
         finally:
+            # Deregister also after an error, so that the coordinator reassigns the trajectories immediately.
             try:
                 await self._leave()
             finally:
@@ -148,10 +149,11 @@ class Worker:
         self._wake.set()
 
     async def _poll(self, group: asyncio.TaskGroup) -> None:
-        if not self._is_closing:
+        if not self._is_closing:  # `close` has set the event, which must stay set
             self._wake.clear()
         num_free = self._config.capacity - len(self._running)
         self._is_full = num_free <= 0
+        # A full worker polls only if no capacity is freed soon: it still needs the heartbeat and cancellations.
         if self._is_full and await self._is_woken(FULL_WAIT_S):
             return
         try:

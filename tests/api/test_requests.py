@@ -111,7 +111,7 @@ def test_an_image_that_cannot_be_had_is_named(tmp_path: Path) -> None:
         assert refused.value.param == "messages.0.content.1"
     content = [{"type": "image_url", "image_url": {"url": f"file://{tmp_path}/red.png"}}]
     local = {**TASK, "messages": [{"role": "user", "content": content}]}
-    with pytest.raises(UnsupportedParameter, match="local files"):
+    with pytest.raises(UnsupportedParameter, match="local image files"):
         check_body(local, TaskBody).to_task()
     assert check_body(local, TaskBody).to_task([tmp_path]).images == (picture(20, 20),)
     # A task file is its user's own.

@@ -161,7 +161,7 @@ async def test_sessions_and_rollouts_are_under_their_adapter(tmp_path: Path) -> 
         records = [record async for record in rollout]
         assert {(one.adapter, one.versions, one.staleness) for one in records} == {("math", (5,), 0)}
         assert {adapter for adapter, _ in service.served} == {"alice~math"}
-        with pytest.raises(ModelNotFound, match="there is none"):
+        with pytest.raises(ModelNotFound, match="served adapters: none"):
             await other.submit([task], adapter="math")
         with pytest.raises(NotFound):
             async with other.session(adapter="math"):

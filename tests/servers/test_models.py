@@ -157,7 +157,7 @@ async def test_a_judges_last_word_is_the_score(answer: str, score: float) -> Non
 
 @pytest.mark.parametrize("answer", ["", "yesterday", "42", "nothing", "10.5"])
 async def test_an_answer_without_a_verdict_is_no_score(answer: str) -> None:
-    with pytest.raises(RewardError, match="no verdict"):
+    with pytest.raises(RewardError, match="contains no yes, no or number"):
         await judge_score(Judge("judge", "r"), Scripted(answer), RolloutTask("t", (Message("user", "q"),)), ())
 
 

@@ -41,4 +41,4 @@ async def test_the_users_words_are_observed_and_the_judge_scores(
         roles = [message.role for message in record.messages]
         assert roles.count("user") == 2, roles
         assert {span.version for path in record.paths for span in path.weight_versions} == {1}
-        assert record.reward is not None or "no verdict" in (record.reward_error or "")
+        assert record.reward is not None or "contains no yes, no or number" in (record.reward_error or "")

@@ -364,7 +364,7 @@ class _Link:
             )
             if calling in done:
                 return calling.result()
-            if not done:
+            if not done:  # cancelled below; the session stays usable
                 raise ToolError(f"timed out after {self._server.call_timeout_s:g} s")
             raise ConnectionBroke("the server closed the connection during a call")
         except MCPError as error:
@@ -408,6 +408,7 @@ class _Link:
                 _log.info("mcp_connected_again", server=self._server.label)
             self._was_made = True
             return self._client
+        # For some time, further calls fail immediately instead of waiting for another round each.
         self._away_until, self._reason = time.monotonic() + AWAY_S, problem
         raise ConnectionBroke(problem)
 

@@ -248,7 +248,7 @@ class AsyncRollouts:
             self._rollouts[lane] = rollout
             async for group in rollout.groups():
                 await self._emit(group)
-            await rollout.acknowledge()
+            await rollout.acknowledge()  # all rows are in the buffer or with the trainer
             del self._rollouts[lane]
 
     async def _cancel_rollouts(self, client: RolloutClient) -> None:

@@ -222,6 +222,7 @@ class BubblewrapSandbox(CommandSandbox):
     async def _perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
         await self.begin()
         began = await asyncio.to_thread(folder_use, self._folder, limits)
+        # In a full folder, allow removing files but no writes (RLIMIT_FSIZE is 0).
         allowed = limits if began.excess(limits, FolderUse()) is None else replace(limits, max_folder_bytes=0)
         self._unwatch()
         self._excess = None

@@ -75,7 +75,7 @@ class Containers(ServiceSandboxes):
                 "CapDrop": ["ALL"],
                 "SecurityOpt": ["no-new-privileges"],
                 "Memory": memory,
-                "MemorySwap": memory,
+                "MemorySwap": memory,  # equal to `Memory`: no swap
                 "PidsLimit": limits.max_processes,
                 "Tmpfs": {
                     FOLDER: f"rw,exec,mode=1777,size={limits.max_folder_bytes}",
