@@ -2,10 +2,9 @@
 
 A full version is an ordinary checkpoint. A delta contains only the changed tensors, each as a uint8 array: a zstd
 frame of new XOR old bytes (`xor`), or of count, positions and new bytes (`overwrite`, little-endian u4). A file's
-metadata maps each tensor to the checksum of its complete new bytes. In addition to the fields of other publishers,
-our indexes have `content`, a digest of all checksums, and `base_index`, the digest of the base's index, which
-identifies the complete chain of deltas. Input is untrusted: file names must not contain a path, and sizes must
-match the base.
+metadata maps each tensor to the checksum of its complete new bytes. Our indexes extend those of other publishers
+with `content`, a digest of all checksums, and `base_index`, the digest of the base's index, which identifies the
+chain of deltas. Input is untrusted: file names must not contain a path, and sizes must match the base.
 """
 
 from __future__ import annotations

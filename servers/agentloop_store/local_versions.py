@@ -2,12 +2,9 @@
 
 A version is assembled from a full or an existing local version and the deltas after it. Each tensor is read once,
 verified, updated by all deltas in memory with checksums verified, and written once, so memory is that of the
-largest tensor (with `overwrite` plus five bytes per changed byte) and a buffer. The folder is renamed to its final
-name after it is complete and synced, under the lock of the parent folder, so a killed process leaves no partial
-version. It stores the tensors' checksums, the files' stamps, and the index that it was assembled from: a folder
-with a different index belongs to another run, and a folder without one is not ours and is never deleted. A version
-with changed files is verified again; a damaged one is not used as a base. A host keeps two versions, the new one
-and its base (or the newest before it), and a third while a link refers to it.
+largest tensor (with `overwrite` plus five bytes per changed byte) and a buffer. Invariants: a folder gets its final
+name, under the lock of the parent folder, after it is complete and synced, so a killed process leaves no partial
+version; a version with changed files is verified again, and a damaged one is not used as a base.
 """
 
 from __future__ import annotations
@@ -49,6 +46,8 @@ from agentloop_store.format import (
 )
 from agentloop_store.store import VersionStore, chain_of, folder_of, sync_path
 
+# The index that a version was assembled from. A folder with another index belongs to another run of the same name;
+# a folder without one is not a local version and is never deleted.
 MADE_OF = "made_of.json"
 CONTENT = "content.json"  # a `_Content`
 _LOCK = "lock"
@@ -234,7 +233,10 @@ class LocalVersions:
             self.keep(part, deltas[-1].raw, sums)
 
     def _prune(self, base: int | None) -> None:
-        """Delete all local versions except the served one and `base`; without a base, except the newest."""
+        """Delete all local versions except the served one and `base`; without a base, except the newest.
+
+        A host thus has at most three versions: the new one, its base, and the one that a link refers to.
+        """
         ours = filter(_is_ours, self._folder.glob("weight_v*"))
         names = [(folder.name.removeprefix("weight_v"), folder) for folder in ours]
         folders = {int(number): folder for number, folder in names if number.isdecimal()}
