@@ -162,7 +162,7 @@ def test_agents_of_ray_that_are_slow_do_not_end_a_start(starting: Callable[..., 
     start.wait_for("ready at")
     start.process.send_signal(signal.SIGTERM)
     status, output = start.end()
-    assert (status, "once more" in output) == (0, False)
+    assert (status, "retrying once" in output) == (0, False)
 
 
 @pytest.mark.ray
