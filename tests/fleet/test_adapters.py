@@ -161,7 +161,7 @@ async def test_a_push_is_refused_whole_and_says_why(clock: VirtualClock, folder:
         assert (await push(run, "a", 1, is_forced=True)).previous_version == 3
         assert (await push(run, "a")).version == 2
         assert [one.adapter for one in (await run.coordinator.status()).updates] == ["a"] * 4
-        with pytest.raises(ModelNotFound, match="there is 'a'"):
+        with pytest.raises(ModelNotFound, match="served adapters: 'a'"):
             await submit(run, "r", talk(1), adapter="b")
 
 
