@@ -89,8 +89,8 @@ def _alternatives(
     A position has `num_own` entries for the sampled token, followed by the most likely tokens.
     """
     entries = list(range(start + num_own, end))
-    # vLLM merges entries with equal ids: if the sampled token is one of the most likely, it is only the first
-    # entry.
+    # When vLLM merges outputs, entries with equal ids become one: a sampled token that is also one of the most
+    # likely then has only its first entry.
     if len(entries) < num_top_logprobs:
         entries.append(start)
     entries.sort(key=flat.ranks.__getitem__)
