@@ -245,7 +245,7 @@ ARROWS: dict[str, set[str]] = {
             "app",
         )
     },
-    "agentloop_servers.cluster.ray_start": {"agentloop_servers.cluster.host"},
+    "agentloop_servers.cluster.ray_start": {"agentloop_servers.cluster.host", "agentloop_servers.net.tcp"},
     "agentloop_servers.local": {
         "agentloop_servers.app",
         "agentloop_servers.processes.checks",

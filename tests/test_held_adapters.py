@@ -77,9 +77,9 @@ def test_a_version_is_served_only_with_its_content() -> None:
 
 def test_names_and_pinned_versions_are_bounded() -> None:
     held = holding(1, max_loras=1)
-    with pytest.raises(AdaptersFull, match="all 1 places"):
+    with pytest.raises(AdaptersFull, match="at most 1 adapters"):
         held.new(adapter(1, "b"))
     held.pin(call())
     held.serve(held.new(adapter(2)))
-    with pytest.raises(AdaptersFull, match="pin 1 older"):
+    with pytest.raises(AdaptersFull, match="still use 1 older"):
         held.new(adapter(3))

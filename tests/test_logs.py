@@ -68,7 +68,7 @@ def test_prompts_and_tool_output_are_left_out_unless_debugging(tmp_path: Path) -
     configure_logging(tmp_path / "a.log", console=io.StringIO())
     log.info("turn", prompt="private words", token_ids=[1, 2, 3], num_tokens=3)
     assert "private" not in (tmp_path / "a.log").read_text()
-    assert lines_of(tmp_path / "a.log")[0]["token_ids"] == "[3 left out]"
+    assert lines_of(tmp_path / "a.log")[0]["token_ids"] == "[3 omitted]"
     configure_logging(tmp_path / "b.log", level="debug", console=io.StringIO())
     log.debug("turn", prompt="private words")
     assert "private words" in (tmp_path / "b.log").read_text()

@@ -1,1 +1,1 @@
-"""Dialects of the chat endpoint: OpenAI chat and completions, Responses, Anthropic messages, and vLLM tokens."""
+"""API dialects of the chat endpoint: OpenAI Chat Completions, Completions and Responses, and Anthropic Messages."""

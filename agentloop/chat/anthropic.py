@@ -1,8 +1,8 @@
-"""The Messages dialect of Anthropic: its body as a `ChatCall`, and results and pieces as messages and events.
+"""The Anthropic Messages dialect: converts a body to a `ChatCall`, and results to messages and stream events.
 
-Pure. The blocks of one assistant turn are one Message; each tool result is a message of its own. A call that could
-not be read is a `tool_use` whose input has the one key `MALFORMED_KEY`, so that its echo is known again. Events:
-https://docs.anthropic.com/en/docs/build-with-claude/streaming.
+Pure functions. The blocks of one assistant turn become one Message; each tool result becomes its own message. A
+malformed call is a `tool_use` block whose input has the single key `MALFORMED_KEY`, so that it is recognized when
+the client resends it. Events: https://docs.anthropic.com/en/docs/build-with-claude/streaming.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from agentloop.images import Image
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 MALFORMED_KEY: Final = "malformed_tool_call"
-"""The one key in the input of a call that could not be read; its value is what the policy wrote."""
+"""The only key in the input of a malformed call. Its value is the text that the policy wrote."""
 
 SIGNATURE: Final = "agentloop"
-"""Of thinking blocks: many clients give back only those that are signed. Nobody checks it."""
+"""The signature of thinking blocks, which is not verified. Many clients resend only signed thinking blocks."""
 
 _NO_THREADS = "thread_unsupported_request"
-"""With this code in an error's details Anthropic's clients go on without a thread, sending the whole history."""
+"""On this code in an error's details, Anthropic's clients retry without a thread and send the complete history."""
 
 _BUDGET: Final = "thinking_budget"
-"""The chat template's argument for a number of reasoning tokens: Seed-OSS."""
+"""The chat template argument that limits reasoning tokens, as in Seed-OSS."""
 
 _ERROR_MARK: Final = "Error: "
-"""Before the text of a tool result with `is_error`."""
+"""The prefix of a tool result with `is_error`."""
 
 _BLOCK_TYPES = {
     "user": ("text", "image", "redacted_thinking", "tool_result"),
@@ -92,12 +92,14 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 
-# --- the request ------------------------------------------------------------------------------------------
+# Requests
 
 
 def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
-    """Return a body's `ChatCall`. Raises InvalidRequest, and UnsupportedParameter for what would change the
-    answer."""
+    """Convert a body to a `ChatCall`.
+
+    Raises InvalidRequest, and UnsupportedParameter for an unsupported field that would change the answer.
+    """
     messages, tools, images = prompt(body)
     choice = _choice(body)
     forced = _forced_tool(body)
@@ -106,14 +108,14 @@ def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     schema = body.output_config.format if body.output_config is not None else None
     constraint_param = "output_config.format" if schema is not None else "output_format"
     schema = schema if schema is not None else body.output_format
-    wanted = schema_constraint(schema.schema_, constraint_param) if schema is not None else None
-    constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
+    format_constraint = schema_constraint(schema.schema_, constraint_param) if schema is not None else None
+    constraint = answer_constraint(format_constraint, model.parser, tools, choice, is_parallel=is_parallel)
     budget = body.thinking.budget_tokens if body.thinking is not None and body.thinking.is_thinking else None
-    # A budget that leaves room for one token limits nothing that `max_tokens` does not limit.
+    # A budget of max_tokens - 1 or more has no effect beyond the limit of `max_tokens`, so it is accepted.
     if budget is not None and budget + 1 < body.max_tokens and _BUDGET not in model.template_arguments:
         raise UnsupportedParameter(
-            f"`budget_tokens` is not supported: this model's template takes no `{_BUDGET}`."
-            " Use the type 'adaptive', or limit the whole answer with `max_tokens`",
+            f"`budget_tokens` is not supported: this model's chat template has no argument `{_BUDGET}`."
+            " Use the type 'adaptive', or limit the complete answer with `max_tokens`",
             param="thinking.budget_tokens",
         )
     return ChatCall(
@@ -135,7 +137,7 @@ def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
 
 
 def template_arguments(body: CountTokensBody, model: ChatModel) -> dict[str, JSON]:
-    """Return a body's arguments of the chat template."""
+    """Return the chat template arguments of a body."""
     effort = body.output_config.effort if body.output_config is not None else None
     is_thinking = body.thinking.is_thinking if body.thinking is not None else None
     budget = body.thinking.budget_tokens if is_thinking and body.thinking is not None else None
@@ -144,7 +146,7 @@ def template_arguments(body: CountTokensBody, model: ChatModel) -> dict[str, JSO
 
 
 def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[str, JSON], ...], list[Image]]:
-    """Return the messages, the tools and the images of a body's prompt. Raises as `to_call`."""
+    """Return the messages, the tools and the images of a body's prompt. Raises the errors of `to_call`."""
     tools = tuple(
         function_definition(tool.name, _description(tool), tool.input_schema)
         for tool in body.tools or []
@@ -152,7 +154,10 @@ def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[st
     )
     check_tool_names(tools)
     if body.messages[-1].role == "assistant":
-        raise UnsupportedParameter("a reply that is begun already cannot be continued", param="messages")
+        raise UnsupportedParameter(
+            "the last message has role 'assistant', but prefilled replies are not supported: remove it",
+            param="messages",
+        )
     images: list[Image] = []
     turns = enumerate(body.messages)
     messages = [
@@ -164,7 +169,7 @@ def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[st
 
 
 def _description(tool: CustomTool) -> str | None:
-    """Return a tool's description with the examples of its input: chat templates render no other field for them."""
+    """Return a tool's description followed by its input examples: chat templates have no field for examples."""
     if not tool.input_examples:
         return tool.description
     examples = [orjson.dumps(example).decode() for example in tool.input_examples]
@@ -180,33 +185,36 @@ def _forced_tool(body: MessagesBody) -> str | None:
     if choice is None or choice.type != "tool":
         return None
     if choice.name is None:
-        raise InvalidRequest("which tool must be called?", param="tool_choice.name")
+        raise InvalidRequest("tool_choice of type 'tool' requires the `name` of a tool", param="tool_choice.name")
     return choice.name
 
 
 def _system_text(system: TextContent | None) -> str:
-    """The system prompt without Claude Code's billing line: it differs in every call and is not for the model."""
     if system is None or isinstance(system, str):
         return system or ""
+    # Remove Claude Code's billing line: it differs in every call, so it would split the history, and is not a
+    # prompt.
     return joined_text((block.text for block in system if not block.text.startswith(_BILLING)), "system")
 
 
 def _messages(turn: HistoryTurn, param: str, images: list[Image]) -> Iterator[Message]:
-    """Yield the messages of a turn whose content is the field `param`, and add their images to `images`."""
+    """Yield the messages of a turn and append their images to `images`. `param` names the content's field."""
     if isinstance(turn.content, str):
         yield Message(turn.role, turn.content)
         return
     for block in turn.content:
         if (kind := _type(block)) not in _BLOCK_TYPES[turn.role]:
             raise InvalidRequest(
-                f"a message of role {turn.role!r} holds no block of type {kind!r}", param="messages"
+                f"a message of role {turn.role!r} cannot have a block of type {kind!r}: expected one of "
+                f"{', '.join(_BLOCK_TYPES[turn.role])}",
+                param="messages",
             )
     if turn.role == "assistant":
         yield _assistant(turn.content)
         return
     if not turn.content:
         yield Message(turn.role, "")
-    # Tool results one by one, and the texts and images between them as messages.
+    # Each tool result is one message, and so is each run of other blocks between tool results.
     for is_result, group in groupby(enumerate(turn.content), lambda item: isinstance(item[1], ToolResultBlock)):
         blocks = dict(group)
         for index, block in blocks.items():
@@ -227,8 +235,8 @@ def _assistant(blocks: Sequence[ContentBlock]) -> Message:
 def _shown(
     role: str, content: str | Sequence[Any] | None, param: str, images: list[Image], *, first: int = 0
 ) -> Message:
-    text, found, refs = read_content(content, role, param, first=first)
-    images.extend(found)
+    text, new_images, refs = read_content(content, role, param, first=first)
+    images.extend(new_images)
     return Message(role, text, images=tuple(refs))
 
 
@@ -248,17 +256,20 @@ def _read_tool_use(block: ToolUseBlock) -> ToolCall:
     written = block.input.get(MALFORMED_KEY)
     if len(block.input) == 1 and isinstance(written, str):
         return ToolCall(
-            block.id, block.name, {}, ToolCallStatus.MALFORMED, "not readable as a tool call", text=written
+            block.id, block.name, {}, ToolCallStatus.MALFORMED, "not parseable as a tool call", text=written
         )
     return ToolCall(block.id, block.name, block.input)
 
 
-# --- the answer -------------------------------------------------------------------------------------------
+# Answers
 
 
 class MessageWriter(BlockWriter):
-    """The writer of one message; `message_key` is 32 hex digits, new for each. Streamed arguments of a call come
-    whole too: only then it is known if they can be read."""
+    """Writes one message. `message_key` is a unique string of 32 hexadecimal digits.
+
+    In a stream, a call's arguments are sent in one event after the call is complete: only then is it known if they
+    can be parsed.
+    """
 
     def __init__(self, body: MessagesBody, message_key: str) -> None:
         super().__init__()
@@ -314,13 +325,13 @@ class MessageWriter(BlockWriter):
 
 
 def models_page(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all models as one page, as Anthropic's clients read it."""
+    """Return all models as one page in Anthropic's form."""
     page = [model_info(model) for model in models]
     return {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
 
 
 def model_info(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model of OpenAI's form in Anthropic's; the fields that only this service has stay."""
+    """Convert a model object from OpenAI's to Anthropic's form. Fields specific to this service are kept."""
     own = {name: value for name, value in model.items() if name not in ("object", "created", "owned_by")}
     created_at, length = datetime.fromtimestamp(model["created"], UTC), model["max_model_len"]
     sizes = {"max_input_tokens": length, "max_tokens": length}
@@ -329,7 +340,7 @@ def model_info(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_body(error: AgentLoopError, request_id: str | None) -> dict[str, Any]:
-    """Return an error as Anthropic's clients read it, in an answer or as an event. `code` and `param` are ours."""
+    """Return an error in Anthropic's form, for a response or an event. `code` and `param` are added fields."""
     kind = _ERROR_TYPES.get(error.http_status)
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "api_error"
@@ -378,8 +389,8 @@ def _stop(result: ChatResult) -> dict[str, JSON]:
 
 
 def _usage(result: ChatResult) -> dict[str, JSON]:
-    """Anthropic counts tokens read from its cache apart from the other input tokens."""
     reply = result.choices[0].reply
+    # In Anthropic's format `input_tokens` excludes tokens read from the cache.
     return {
         "input_tokens": len(result.prompt_ids) - reply.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,7 +1,7 @@
 """The body models of `POST /v1/messages` and `/v1/messages/count_tokens`. Every list is bounded.
 
-Content blocks are echoes of earlier answers, of this service or another one: undeclared fields (cache marks,
-signatures, callers) are ignored.
+Content blocks may be copies of earlier answers of this or another service, so their undeclared fields (cache
+breakpoints, signatures, callers) are ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TextContent = TextOr[Listed[TextPart]]
 
 
 def _image_part(value: Any) -> Any:
-    """Return an `image` block as a chat completion writes it."""
+    """Convert an `image` block to the form of a chat completion."""
     if not isinstance(value, dict):
         return value
     source = value.get("source")
@@ -53,7 +53,7 @@ def _image_part(value: Any) -> Any:
         case {"type": "url", "url": str(url)}:
             pass
         case _:
-            raise unsupported("the `source` of an image is of type 'base64', with `media_type` and `data`")
+            raise unsupported("the `source` of an image must have type 'base64', `media_type` and `data`")
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -72,14 +72,14 @@ ResultContent = TextOr[Listed[Annotated[Annotated[TextPart, Tag("~text")] | Imag
 
 
 class ThinkingBlock(Echo):
-    """The reasoning of an assistant. Reasoning that another service encrypted is ignored."""
+    """An assistant's reasoning. Reasoning encrypted by another service is ignored."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: EchoedText = None
 
 
 class ToolUseBlock(Echo):
-    """A call that an assistant made."""
+    """An assistant's tool call."""
 
     type: Literal["tool_use"]
     id: CallId
@@ -88,7 +88,7 @@ class ToolUseBlock(Echo):
 
 
 class ToolResultBlock(Echo):
-    """The answer of a tool. With `is_error` the policy reads it as an error."""
+    """A tool result. With `is_error`, its text is prefixed with `Error: `."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -112,8 +112,8 @@ class HistoryTurn(Echo):
 
     role: Literal["user", "assistant", "system"]
     content: TextOr[Listed[ContentBlock]]
-    output_config: Annotated[Json, refused(hint=" in a message: it holds for the whole request")] = None
-    clear_at: Annotated[Json, refused(hint=": leave the message out yourself")] = None
+    output_config: Annotated[Json, refused(hint=" in a message: set it for the whole request")] = None
+    clear_at: Annotated[Json, refused(hint=": remove the message yourself")] = None
 
 
 class CustomTool(Body):
@@ -138,7 +138,7 @@ Tool: TypeAlias = Annotated[
 
 
 class ToolChoiceBody(Body):
-    """The choice of a tool."""
+    """Selects whether and which tool is called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -146,14 +146,14 @@ class ToolChoiceBody(Body):
 
 
 class OutputFormat(Body):
-    """The form of the answer's text."""
+    """The format of the answer's text."""
 
     type: Literal["json_schema"]
     schema_: SchemaObject = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """Wishes about the answer. `effort` is an argument of the chat template where that reads one."""
+    """Options of the answer. `effort` is passed to the chat template if the template reads it."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
@@ -161,7 +161,7 @@ class OutputConfig(Body):
 
 
 class ContextManagement(Echo):
-    """Edits of the history. Those of thoughts are accepted: no thought is part of what history is matched by."""
+    """Edits of the history. Edits of reasoning are accepted, because history is matched without its reasoning."""
 
     edits: Annotated[list[dict[str, Json]], Field(max_length=64)] | None = None
 
@@ -169,24 +169,24 @@ class ContextManagement(Echo):
 def _edits_thoughts_only(value: ContextManagement | None) -> ContextManagement | None:
     edits = (value.edits if value is not None else None) or []
     if any(not str(edit.get("type")).startswith("clear_thinking") for edit in edits):
-        raise unsupported("history is not edited here")
+        raise unsupported("edits of the history other than 'clear_thinking' are not supported: shorten `messages`")
     return value
 
 
 class ThinkingConfig(Echo):
-    """Switch and budget of reasoning: arguments of the chat template if it reads them."""
+    """Switch and token budget of reasoning, passed to the chat template if the template reads them."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
 
     @property
     def is_thinking(self) -> bool:
-        """False if the policy should not think."""
+        """False if reasoning is disabled."""
         return self.type != "disabled"
 
 
 class CountTokensBody(TemplateBody):
-    """The body of `POST /v1/messages/count_tokens`, and the part of `MessagesBody` that makes the prompt."""
+    """The body of `POST /v1/messages/count_tokens`, and the part of `MessagesBody` that determines the prompt."""
 
     model: Model
     messages: list[HistoryTurn] = Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)
@@ -219,8 +219,8 @@ class MessagesBody(CountTokensBody, SampledBody):
 
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES)] = Field(default_factory=list)
-    strict_history: bool | None = None  # beyond Anthropic
-    stop_in_reasoning: bool | None = None  # beyond Anthropic
+    strict_history: bool | None = None  # not in Anthropic's API
+    stop_in_reasoning: bool | None = None  # not in Anthropic's API
 
     metadata: Ignored = None
     service_tier: Ignored = None

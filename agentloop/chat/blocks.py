@@ -1,6 +1,6 @@
-"""A reply as blocks (reasoning, text, calls), and the one way in which dialects of blocks write an answer.
+"""A reply as blocks (reasoning, text, calls), and the base writer of the dialects whose answers consist of blocks.
 
-Invariant: the blocks of a streamed reply concatenate to those of the same reply answered whole.
+Invariant: the streamed events of a reply concatenate to the blocks of the same reply without streaming.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class BlockKind(StrEnum):
 
 @dataclass(slots=True)
 class Block:
-    """A part of a reply that clients see as one item. `text` of a CALL is its arguments."""
+    """A part of a reply that clients receive as one item."""
 
     index: int
     kind: BlockKind
-    number: int = 0  # among the blocks of its kind: of a CALL, its place among the reply's calls
-    text: str = ""  # empty as long as the block of a stream is open
+    number: int = 0  # the index among the blocks of the same kind
+    text: str = ""  # the arguments if the block is a CALL; empty while the block of a stream is open
     call_id: str = ""
     name: str = ""
 
 
 def blocks_of(message: Message) -> list[Block]:
-    """Return the blocks of a whole reply: reasoning, text, calls. An empty turn is one empty text."""
+    """Return the blocks of a complete reply: reasoning, text, calls. An empty turn has one empty text block."""
     blocks: list[Block] = []
     if message.reasoning:
         blocks.append(Block(0, BlockKind.REASONING, text=message.reasoning))
@@ -48,22 +48,26 @@ def blocks_of(message: Message) -> list[Block]:
 
 
 class BlockWriter(ABC):
-    """The writer of one answer, whole or as events, with one block open at a time. Text after a call is a new
-    block."""
+    """Writes one answer, as a whole or as stream events.
+
+    One block is open at a time; text after a call begins a new block.
+    """
 
     def __init__(self) -> None:
-        self._blocks: list[Block] = []  # of a stream; the last one is open
-        self._parts: list[str] = []  # of the open one
-        self._call_index: int | None = None  # of the open one, if it is a call
+        self._blocks: list[Block] = []  # blocks of a stream; the last one is open
+        self._parts: list[str] = []  # texts of the open block
+        self._call_index: int | None = None  # the call index of the open block, if it is a call
         self._is_begun = False
 
     def whole(self, result: ChatResult) -> Answer:
-        """The answer of a call that does not stream."""
+        """Return the answer of a call without streaming."""
         return self._answer(result, blocks_of(result.choices[0].reply.message))
 
     def events(self, piece: TurnPiece | ChatResult) -> Iterator[Answer]:
-        """Yield the events of a stream's next item, the final one last. Nothing comes before the first item: a
-        failure until then is no stream yet."""
+        """Yield the events of a stream's next item; the `ChatResult` is the last item.
+
+        No event precedes the first item, so that an earlier failure can still be answered with an HTTP status.
+        """
         if not self._is_begun:
             self._is_begun = True
             yield from self._begun()
@@ -77,7 +81,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def _answer(self, result: ChatResult, blocks: list[Block]) -> Answer:
-        """Return the whole answer."""
+        """Return the complete answer."""
 
     @abstractmethod
     def _begun(self) -> Iterator[Answer]:
@@ -85,19 +89,19 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def _opened(self, block: Block) -> Iterator[Answer]:
-        """Yield the events of a block that opens."""
+        """Yield the events of a new block."""
 
     @abstractmethod
     def _grown(self, block: Block, text: str) -> Iterator[Answer]:
-        """Yield the events of more text in the open block."""
+        """Yield the events of additional text in the open block."""
 
     @abstractmethod
     def _closed(self, block: Block, finish: TurnFinish | None) -> Iterator[Answer]:
-        """Yield the events of a block that is whole; with the last one comes why the turn ended."""
+        """Yield the events of a completed block. `finish` is set for the turn's last block."""
 
     @abstractmethod
     def _ended(self, result: ChatResult, blocks: list[Block]) -> Iterator[Answer]:
-        """Yield the events behind the last block."""
+        """Yield the events after the last block."""
 
     def _added(self, piece: TurnPiece) -> Iterator[Answer]:
         for kind, text in ((BlockKind.REASONING, piece.reasoning), (BlockKind.TEXT, piece.content)):

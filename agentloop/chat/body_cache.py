@@ -1,10 +1,9 @@
-"""A cache of read chat bodies: messages and tool definitions of an earlier turn are not read anew.
+"""A cache of parsed messages and tool definitions.
 
-Clients send the whole conversation and all tools with every call. What comes for the first time is checked,
-converted and given its canonical key; the next body that has the same JSON gets that again, for a look-up.
-
-Ownership: one `BodyCache` for all sessions of a process. Invariants: the key of an entry is all of its JSON, so the
-entry is what reading it again would make; it takes bounded memory. Methods may be called from any thread.
+Clients send the complete conversation and all tools with every call. New messages are validated, converted and
+given their canonical key; messages with JSON that was seen before are looked up. All sessions of a process share
+one `BodyCache`. Invariants: an entry's key is derived from all of its JSON, so an entry equals the result of
+parsing again; memory is bounded. Methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ T = TypeVar("T")
 MAX_CACHED_MESSAGE_BYTES = 128 << 20
 MAX_CACHED_TOOLS_BYTES = 32 << 20
 
-_MAX_KEY_BYTES = 512  # of JSON that is its own key; of longer JSON it is a digest
+_MAX_KEY_BYTES = 512  # JSON up to this size is its own key; longer JSON has a digest as its key
 _DIGEST_BYTES = 16
-_CACHED_BYTES = 316  # of a cached message beside the message itself: its object, its key, and its place in a dict
-_TOOL_BYTES = 2000  # of a checked body beside the definition, whose values it shares
+_CACHED_BYTES = 316  # overhead of a cached message: its object, its key and its dict entry
+_TOOL_BYTES = 2000  # a validated body, without the values that it shares with the definition
 
 
 class CachedMessage:
-    """A message as it was read, with its loose canonical key and its images."""
+    """A parsed message with its loose canonical key and its images."""
 
     __slots__ = ("_named", "first_image", "images", "key", "message")
 
     def __init__(self, message: Message, images: tuple[Image, ...] = (), first_image: int = 0) -> None:
-        """`first_image` is the place of the first image among the parts of the content."""
+        """`first_image` is the index of the first image among the content parts."""
         self.message = message
         self.images = images
         self.first_image = first_image
@@ -56,8 +55,8 @@ class CachedMessage:
         return _CACHED_BYTES + message_chars(self.message) * BYTES_PER_CHAR + num_image_bytes
 
     def with_name(self, name: str | None) -> Message:
-        """Return this tool's answer with the tool's name. The last result is kept."""
-        named = self._named  # once: another thread may ask with another name
+        """Return this tool result with the tool's name. The last returned message is cached."""
+        named = self._named  # read once: another thread may replace it by a message with a different name
         if named.name != name:
             self._named = named = with_name(self.message, name)
         return named
@@ -65,7 +64,7 @@ class CachedMessage:
 
 @dataclass(frozen=True, slots=True)
 class CachedTools:
-    """Tools as they were read: the checked bodies, the definitions made of them, and the canonical key of those."""
+    """Parsed tools: the validated bodies, their definitions, and the canonical key of the definitions."""
 
     bodies: list[Any]
     definitions: tuple[dict[str, JSON], ...]
@@ -77,15 +76,15 @@ class CachedTools:
 
 
 class TwoGenerationLru(Generic[T]):
-    """A least-recently-used cache in two generations, bounded by the size of what it holds.
+    """An approximate LRU cache in two generations, bounded by the size of its entries.
 
-    A look-up moves its entry to the young generation. When that has half of the room, it becomes the old one, and
-    what was not asked for since is dropped.
+    A lookup moves the entry to the young generation. When the young generation exceeds half of `max_bytes`, it
+    becomes the old generation, and the entries of the previous old generation are dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._young: dict[bytes, tuple[T, int]] = {}  # with the size of each
+        self._young: dict[bytes, tuple[T, int]] = {}  # entry and size in bytes
         self._old: dict[bytes, tuple[T, int]] = {}
         self._num_young_bytes = 0
         self._changing = threading.Lock()
@@ -94,23 +93,23 @@ class TwoGenerationLru(Generic[T]):
         return len(self._young) + len(self._old)
 
     def find(self, values: Sequence[Any]) -> list[tuple[bytes | None, T | None]]:
-        """Return the key of each of some JSON values, with its entry or None."""
+        """Return, for each JSON value, its key and its entry or None."""
         return [(key, self.get(key)) for key in map(cache_key, values)]
 
     def get(self, key: bytes | None) -> T | None:
-        """Return the entry under this key, or None."""
+        """Return the entry with this key, or None."""
         if key is None:
             return None
-        found = self._young.get(key)
-        if found is None and (found := self._old.get(key)) is not None:
-            self.add(key, *found)
-        return None if found is None else found[0]
+        entry = self._young.get(key)
+        if entry is None and (entry := self._old.get(key)) is not None:
+            self.add(key, *entry)
+        return None if entry is None else entry[0]
 
     def add(self, key: bytes | None, entry: T, num_bytes: int) -> None:
-        """Keep an entry, unless it has no key."""
+        """Add an entry, unless its key is None."""
         if key is None:
             return
-        key = bytes(memoryview(key))  # what orjson returns has 4 KiB allocated, however short it is
+        key = bytes(memoryview(key))  # copy: orjson allocates at least 4 KiB for each returned value
         with self._changing:
             self._young[key] = entry, num_bytes
             self._num_young_bytes += num_bytes + getsizeof(key)
@@ -119,21 +118,21 @@ class TwoGenerationLru(Generic[T]):
 
 
 def cache_key(value: Any) -> bytes | None:
-    """Return the key of a JSON value; None for an integer of more than 64 bits, which is refused anyway."""
+    """Return the key of a JSON value; None if it has an integer of more than 64 bits, which is refused later."""
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError:
         return None
-    if b"null" in text:  # which orjson also writes for NaN and infinities: they are another value, and refused
+    if b"null" in text:  # orjson writes NaN and infinities as null, but they are different (and refused) values
         text = to_json(value, inf_nan_mode="constants")
     return text if len(text) <= _MAX_KEY_BYTES else blake2b(text, digest_size=_DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class BodyCache:
-    """The messages and tool definitions of chat bodies that a process has read.
+    """The caches of a process for messages and tool definitions.
 
-    `shown_names` are the roles of whose messages the policy is shown the name; other names are not read.
+    `shown_names` are the roles whose messages' `name` is shown to the policy; the names of other roles are dropped.
     """
 
     messages: TwoGenerationLru[CachedMessage] = field(

@@ -1,9 +1,8 @@
-"""The choices of an answer, for chat completions and completions, whole or as chunks, with their logprobs.
+"""Writers of chat completion and completion answers, as a whole or as chunks, with logprobs.
 
-A stream's finish chunk follows its `ChatResult`, so the turn is recorded before the client sees the end. The chunks
-of a stream concatenate to the answer of the same result. Every sampled token has a logprobs entry, also stop tokens
-and the tokens of tool calls: entries and `token_ids` have the same length. Answers are dicts for `orjson` with the
-fields of `openai.types`, and extra fields for trainers.
+Answers are dicts for `orjson` with the fields of `openai.types` and additional fields for trainers. Invariants: the
+chunks of a stream concatenate to the complete answer; the finish chunk is sent after the turn is recorded; logprobs
+entries and `token_ids` have the same length, because stop tokens and tokens of tool calls have entries too.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _MAX_KNOWN = 1 << 16
 
 
 def token_id_name(token_id: int) -> str:
-    """Return the name of a token in vLLM's `return_tokens_as_token_ids` form."""
+    """Return a token's name in the form of vLLM's `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}"
 
 
 class TokenTexts:
-    """The texts of single tokens, in bounded memory. Several threads may use it; at worst they decode twice."""
+    """A bounded cache of the texts of single tokens. Thread-safe; concurrent threads may decode a token twice."""
 
     def __init__(self, renderer: Renderer, *, as_ids: bool = False) -> None:
         self._renderer = renderer
@@ -37,18 +36,18 @@ class TokenTexts:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of(self, token_id: int) -> tuple[str, list[int]]:
-        """Return a token's text and bytes; the text has U+FFFD if it is only a part of a character."""
-        found = self._known.get(token_id)
-        if found is None:
+        """Return a token's text and bytes. The text has U+FFFD in place of an incomplete character."""
+        entry = self._known.get(token_id)
+        if entry is None:
             octets = self._renderer.token_bytes(token_id)
-            found = (octets.decode(errors="replace"), list(octets))
+            entry = (octets.decode(errors="replace"), list(octets))
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[token_id] = found
-        return (token_id_name(token_id), found[1]) if self._as_ids else found
+            self._known[token_id] = entry
+        return (token_id_name(token_id), entry[1]) if self._as_ids else entry
 
     def written(self, *, as_ids: bool | None) -> TokenTexts:
-        """Return these texts, or with `as_ids` the tokens' names (`token_id_name`), with the same bytes."""
+        """Return this cache; with `as_ids`, a view that returns `token_id_name` in place of each text."""
         if not as_ids:
             return self
         names = TokenTexts(self._renderer, as_ids=True)
@@ -58,11 +57,11 @@ class TokenTexts:
     def entries(
         self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs
     ) -> list[dict[str, Any]]:
-        """Return `choices[].logprobs.content` of a chat completion. `top` is empty or has one entry a token."""
+        """Return `choices[].logprobs.content` of a chat completion. `top` is empty or has one entry per token."""
         return [
             {
                 **self._entry(token_id, logprob),
-                "top_logprobs": [self._entry(*one) for one in top[index]] if top else [],
+                "top_logprobs": [self._entry(*alternative) for alternative in top[index]] if top else [],
             }
             for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True))
         ]
@@ -70,9 +69,9 @@ class TokenTexts:
     def columns(
         self, token_ids: Sequence[int], logprobs: Sequence[float | None], top: TopLogprobs, offset: int
     ) -> dict[str, Any]:
-        """Return `choices[].logprobs` of a text completion; `offset` is the number of characters before.
+        """Return `choices[].logprobs` of a text completion. `offset` is the number of preceding characters.
 
-        Without alternatives `top_logprobs` has the sampled tokens, as vLLM's.
+        If `top` is empty, `top_logprobs` holds the sampled tokens, as in vLLM.
         """
         texts = [self.of(token_id)[0] for token_id in token_ids]
         offsets = []
@@ -82,7 +81,7 @@ class TokenTexts:
         return {
             "tokens": texts,
             "token_logprobs": list(logprobs),
-            "top_logprobs": [{self.of(one)[0]: logprob for one, logprob in row} for row in top]
+            "top_logprobs": [{self.of(token_id)[0]: logprob for token_id, logprob in row} for row in top]
             or [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)],
             "text_offset": offsets,
         }
@@ -93,41 +92,41 @@ class TokenTexts:
 
 
 class ChoiceWriter(ABC):
-    """The writer of one answer. A dialect's `part` stands between `index` and `logprobs` of a choice."""
+    """Writes one answer. A `part` holds the dialect's own fields of a choice (message, delta or text)."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
-    opening: ClassVar[Answer | None] = None  # the part of a choice's first chunk, where that is one of its own
+    opening: ClassVar[Answer | None] = None  # the part of a choice's opening chunk; None if there is no such chunk
     empty: ClassVar[Answer]  # the part of a chunk without text
 
     def __init__(self, body: CallBase, texts: TokenTexts, created_at: int, *, shows_logprobs: bool) -> None:
-        """`created_at` is the time of a stream."""
+        """`created_at` is the Unix time in a stream's chunks."""
         self.texts = texts.written(as_ids=body.return_tokens_as_token_ids)
         self._body = body
         self._shows_logprobs = shows_logprobs
         self._chunk_head = self._head(uuid.uuid4().hex, self.chunk_object, created_at, None)
         self._usage: Answer = {"usage": None} if body.includes_usage else {}
-        self._opened: set[int] = set()  # the choices that have an opening already
+        self._opened: set[int] = set()  # the choices whose opening chunk was sent
 
     @abstractmethod
     def parts(self, piece: TurnPiece) -> list[Answer]:
-        """Return the parts that show a piece, one for each chunk."""
+        """Return the parts of a piece, one per chunk."""
 
     @abstractmethod
     def whole_part(self, reply: Reply) -> Answer:
-        """Return the part of a whole choice."""
+        """Return the part of a complete choice."""
 
     @abstractmethod
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Answer:
         """Return the logprobs of a choice's next tokens."""
 
     def finish(self, reply: Reply) -> str:
-        """Return the reason why a reply ended."""
+        """Return a reply's `finish_reason`."""
         return finish_of(reply).value
 
     def whole(self, result: ChatResult) -> Answer:
-        """Return the answer of a call that does not stream."""
+        """Return the answer of a call without streaming."""
         choices = []
         for node in result.choices:
             index, reply = node.choice_index, node.reply
@@ -143,19 +142,19 @@ class ChoiceWriter(ABC):
         return {**head, "choices": choices, "usage": usage_of(result), **self._extras(result)}
 
     def chunks(self, piece: TurnPiece | ChatResult) -> Iterator[Answer]:
-        """Yield the chunks of a stream's next item. The caller writes them, and `[DONE]` behind the last."""
+        """Yield the chunks of a stream's next item. The caller writes `[DONE]` after the last chunk."""
         return self._ended(piece) if isinstance(piece, ChatResult) else self._added(piece)
 
     def _added(self, piece: TurnPiece) -> Iterator[Answer]:
-        """The chunks of one piece: none where it shows nothing that was asked for."""
+        """Yield the chunks of one piece, if it has any requested content."""
         index = piece.choice_index
         if piece.weight_versions:
             self._chunk_head["system_fingerprint"] = f"v{piece.weight_versions[-1].version}"
         yield from self._opening(index)
         shows_tokens = bool(piece.token_ids) and (self._shows_logprobs or self._body.return_token_ids)
-        for place, part in enumerate(self.parts(piece) or ([self.empty] if shows_tokens else [])):
+        for position, part in enumerate(self.parts(piece) or ([self.empty] if shows_tokens else [])):
             choice = _choice(index, part)
-            if place == 0:  # the tokens of the whole piece
+            if position == 0:  # the first chunk holds all tokens of the piece
                 if self._shows_logprobs and piece.token_ids:
                     choice["logprobs"] = self.logprobs(index, piece.token_ids, piece.logprobs, piece.top_logprobs)
                 if self._body.return_token_ids:
@@ -163,7 +162,7 @@ class ChoiceWriter(ABC):
             yield self._chunk([choice])
 
     def _ended(self, result: ChatResult) -> Iterator[Answer]:
-        """The finish chunks, which have what only the whole answer knows, and the usage if asked for."""
+        """Yield the finish chunks, which hold the fields of the complete answer, and the usage if requested."""
         self._chunk_head["system_fingerprint"] = _fingerprint(result)
         for node in result.choices:
             yield from self._opening(node.choice_index)
@@ -202,7 +201,7 @@ def _choice(index: int, part: Answer, finish: str | None = None) -> Answer:
 
 
 def usage_of(result: ChatResult) -> Answer:
-    """Return the token counts; the prompt counts once, however many choices there are."""
+    """Return the token counts. The prompt is counted once, independent of the number of choices."""
     num_prompt = len(result.prompt_ids)
     num_sampled = sum(len(node.reply.token_ids) for node in result.choices)
     num_thought = sum(node.reply.num_reasoning_tokens for node in result.choices)
@@ -216,6 +215,6 @@ def usage_of(result: ChatResult) -> Answer:
 
 
 def _fingerprint(result: ChatResult) -> str | None:
-    """Return the weight version of the answer's last token, as a label."""
+    """Return the weight version of the answer's last token as `v{version}`."""
     spans = result.choices[0].reply.weight_versions
     return f"v{spans[-1].version}" if spans else None

@@ -1,16 +1,11 @@
-"""Types of the fields of the dialects' bodies, the function that validates a body, and bounds on JSON schemas.
+"""Field types of the dialects' bodies, body validation, and limits on JSON schemas.
 
-A body model lists the fields of its dialect. A field is read (it has its own type), ignored because it changes
-nothing here (`Ignored`, or a type with a bound), or refused by name because it would change the answer (`Refused`,
-`refused`). An object whose `type` the model does not list is refused too. In a request an unlisted field is an
-error; in a history it is metadata of another service and ignored (`Echo`).
-
-Bodies are strict, as in `api/requests.py`: a string is not a number, a bool is not a number; null means absent.
-Members of a union differ by one field or by shape, so that an error describes the right member. Union tags begin
-with `~`, which no field name does; `checked` removes them from the field names in its errors.
-
-The checks of JSON schemas take linear time. They refuse schemas that are too large or too deep, and references that
-are remote, dangling or circular. The engine decides if it can compile the rest.
+A body model lists every field of its dialect: used, ignored because it has no effect here (`Ignored`), or refused
+because it would change the answer (`Refused`, `refused`). An unlisted field or `type` is an error in a request; in
+a history an unlisted field is another service's metadata and ignored (`Echo`). Bodies are strict, as in
+`api/requests.py`: no conversion between strings, numbers and booleans; null means absent. Union members are
+selected by a tag, so that errors describe the right member. Tags begin with `~`, unlike field names; `checked`
+removes them from the field names in errors.
 """
 
 from __future__ import annotations
@@ -44,29 +39,31 @@ MAX_PATTERN_CHARS = 512
 
 
 def check_schema(schema: Mapping[str, JSON]) -> None:
-    """Check a client's JSON Schema against bounds, before a grammar compiler gets it.
+    """Check a client's JSON Schema against limits before it is compiled to a grammar. Takes linear time.
 
-    Raises ValueError, with the reason, for a schema that is too large or too deep, has too long a pattern, or has a
-    `$ref` without a target, in a circle or in too long a chain. An engine may still be unable to compile it.
+    Raises ValueError if the schema is too large or too deep, has a pattern that is too long, or has a `$ref` that
+    is remote, has no target, or is in a cycle or a chain that is too long. The engine may still fail to compile it.
     """
     try:
         num_bytes = len(orjson.dumps(schema))
     except TypeError as error:
         raise ValueError(f"the schema is not JSON of 64-bit integers: {error}") from error
     if num_bytes > MAX_SCHEMA_BYTES:
-        raise ValueError(f"a schema has at most {MAX_SCHEMA_BYTES} bytes")
+        raise ValueError(f"the schema has {num_bytes} bytes, more than the limit of {MAX_SCHEMA_BYTES}")
     has_references = False
     level, depth = [schema], 0
     while level:
         if depth > MAX_SCHEMA_DEPTH:
-            raise ValueError(f"a schema is nested at most {MAX_SCHEMA_DEPTH} deep")
+            raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
                 has_references = has_references or "$ref" in value
                 pattern = value.get("pattern")
                 if isinstance(pattern, str) and len(pattern) > MAX_PATTERN_CHARS:
-                    raise ValueError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
+                    raise ValueError(
+                        f"a pattern has {len(pattern)} characters, more than the limit of {MAX_PATTERN_CHARS}"
+                    )
                 below.extend(item for item in value.values() if isinstance(item, dict | list))
             else:
                 below.extend(item for item in value if isinstance(item, dict | list))
@@ -81,7 +78,7 @@ def _checked(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 Schema = AfterValidator(_checked)
-"""Annotates a field that holds a JSON Schema."""
+"""Annotates a field with a JSON Schema."""
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -96,30 +93,30 @@ MAX_TOOL_NAME_CHARS = 128
 
 _REQUIRED: Final = {
     "json_schema": "a `name` and a `schema`; for any JSON object use the type 'json_object'",
-    "call_id": "the `call_id` of the function call that this output answers",
-    "tool_call_id": "the `id` of the tool call that this message answers",
-    "tool_use_id": "the `id` of the tool_use block that this result answers",
+    "call_id": "the `call_id` of the function call that this output belongs to",
+    "tool_call_id": "the `id` of the tool call that this message belongs to",
+    "tool_use_id": "the `id` of the tool_use block that this result belongs to",
 }
-"""What to put into a required field."""
+"""Descriptions of required fields, for errors."""
 
 UNSUPPORTED: Final = "unsupported"
-"""The type of a problem that makes the whole error an UnsupportedParameter."""
+"""The pydantic error type that `checked` converts to an UnsupportedParameter."""
 
 Text = Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)]
 ShortText = Annotated[str, Field(max_length=1024)]
 Model = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 Description = Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)]
 ToolName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.:/\-]{{1,{MAX_TOOL_NAME_CHARS}}}$")]
-CalledName = Annotated[str, Field(max_length=256)]  # of a call that could not be read it may be empty
+CalledName = Annotated[str, Field(max_length=256)]  # may be empty in a malformed call
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 SchemaObject: TypeAlias = Annotated[dict[str, JsonValue], Schema]
 Ignored: TypeAlias = Json | None
-"""The type of a field that only concerns the service of the dialect's own provider."""
+"""The type of a field that has an effect only in the dialect's original service."""
 
 
 def refused(unless: object = None, hint: str = "") -> AfterValidator:
-    """Annotate a field that is refused by its name, unless it is null, false, empty, or the value `unless`."""
+    """Annotate a field that is refused unless its value is null, false, empty, or `unless`."""
 
     def check(value: JsonValue, info: Info) -> None:
         is_nothing = value is None or value is False or value in ("", [], {})
@@ -136,7 +133,7 @@ def _as_text(value: Any) -> Any:
 
 
 Arguments = Annotated[Text, BeforeValidator(_as_text)]
-"""The type of a call's arguments in a history: a JSON object, or its text. Other text is kept unchanged."""
+"""The type of a call's arguments in a history: a JSON object or text. Text is not validated."""
 
 
 def _text_or_none(value: Any) -> Any:
@@ -144,18 +141,18 @@ def _text_or_none(value: Any) -> Any:
 
 
 EchoedText = Annotated[Text | None, BeforeValidator(_text_or_none)]
-"""The type of reasoning and ids in a history. A value of another type is metadata of another service: None."""
+"""The type of reasoning and ids in a history. A value that is not a string (another service's metadata) is None."""
 
 Refused: TypeAlias = Annotated[Json, refused()]
-"""The type of a field that would change the answer, unless it asks for nothing."""
+"""The type of a field that would change the answer. Only null, false and empty values are accepted."""
 
 
 def unsupported(message: str) -> PydanticCustomError:
-    """Return the error that a validator raises for a field that is an UnsupportedParameter."""
+    """Return the error that a validator raises for an unsupported field; `checked` converts it."""
     return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
 
-# --- unions -----------------------------------------------------------------------------------------------
+# Unions
 
 
 def by_shape(value: Any) -> str:
@@ -163,7 +160,7 @@ def by_shape(value: Any) -> str:
 
 
 def type_tag(value: Any) -> str | None:
-    """Return the tag of a union whose members have a `type`."""
+    """Return the union tag of a value with a `type`, or None."""
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
     if isinstance(kind, str) and kind.startswith(_HOSTED_SEARCH):
         return "~search"
@@ -172,30 +169,30 @@ def type_tag(value: Any) -> str | None:
 
 Listed = Annotated[list[L], Field(max_length=MAX_PARTS)]
 TextOr = Annotated[Annotated[Text, Tag("~text")] | Annotated[L, Tag("~list")], Discriminator(by_shape)]
-"""The type of a field that holds a text or something else: mostly a list of parts."""
+"""The type of a field that holds a string or another type, usually a list of parts."""
 
 
-# --- Shared by several dialects ---------------------------------------------------------------------------
+# Models shared by several dialects
 
 
 class Echo(Body):
-    """Base of every part of a history: undeclared fields (ids, parsed values, cache marks, statuses) are ignored.
+    """Base of every part of a history. Undeclared fields (ids, parsed values, cache breakpoints) are ignored.
 
-    A field that holds content is declared: it is rendered, or refused by name.
+    Every field with content must be declared, so that it is rendered or refused.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
 
 class TextPart(Echo):
-    """A text among the parts of a content. Its marks for a cache mean nothing: prefixes are always cached."""
+    """A text part. Cache breakpoints on it have no effect: prefixes are always cached."""
 
     type: Literal["text"]
     text: Text
 
 
 class RefusalPart(Echo):
-    """An earlier refusal, in the history of another model."""
+    """A refusal in the history."""
 
     type: Literal["refusal"]
     refusal: Text
@@ -205,37 +202,41 @@ _HOSTED_SEARCH: Final = "web_search"
 
 
 class HostedSearch(Echo):
-    """The web search of an API's provider, of any date. The policy does not see it."""
+    """A web search hosted by the API provider, of any version. It is not shown to the policy."""
 
     type: Annotated[str, Field(pattern=f"^{_HOSTED_SEARCH}")]
 
 
 def _not_only_searches(tools: list[L]) -> list[L]:
-    """A search that is never run is a tool that is never called; if it is all that there is, the call is for it."""
+    # Next to other tools, a search that is never called does no harm. A request with nothing but searches needs
+    # them.
     if tools and all(isinstance(tool, HostedSearch) for tool in tools):
-        raise UnsupportedParameter("tools are functions that the client runs", param="tools.0.type")
+        raise UnsupportedParameter(
+            "hosted web search is not supported: define tools as functions that the client runs",
+            param="tools.0.type",
+        )
     return tools
 
 
 HostedTools = Annotated[
     list[L], Field(max_length=MAX_CHAT_TOOLS, fail_fast=True), AfterValidator(_not_only_searches)
 ]
-"""The type of tools among which searches of the web may stand."""
+"""The type of tools that may include hosted web searches."""
 
 
-# --- reading ----------------------------------------------------------------------------------------------
+# Parsing
 
 
 def read_body(data: bytes, kind: type[B]) -> B:
-    """Read a body of type `kind`. Raises InvalidRequest with at most ten problems, and UnsupportedParameter.
+    """Parse a body of type `kind`. Raises InvalidRequest with at most ten problems, and UnsupportedParameter.
 
-    The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
+    The JSON parser rejects lone surrogates, nesting above 200 levels and integers above 4,300 digits.
     """
     return checked(read_json(data), kind)
 
 
 def read_json(data: bytes) -> Any:
-    """Read a JSON value. Raises InvalidRequest."""
+    """Parse JSON. Raises InvalidRequest."""
     try:
         return from_json(data)
     except ValueError as error:
@@ -243,7 +244,7 @@ def read_json(data: bytes) -> Any:
 
 
 def checked(value: Any, kind: type[B]) -> B:
-    """Check that a JSON value is a body. Raises as `read_body`; unsupported fields come first."""
+    """Validate a JSON value as a body. Raises the errors of `read_body`; an unsupported field takes precedence."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -254,7 +255,7 @@ def checked(value: Any, kind: type[B]) -> B:
 
 
 def _message(problem: ErrorDetails) -> str:
-    """Return the description of a problem in terms of the request instead of our models."""
+    """Return the description of a problem in terms of the request instead of the pydantic models."""
     kind, value = problem["type"], problem["input"]
     if kind == "missing":
         hint = _REQUIRED.get(str(problem["loc"][-1]))
@@ -273,19 +274,19 @@ def _shortened(value: Any) -> str:
 
 
 def _raise_unsupported(problem: ErrorDetails) -> None:
-    place, message = untagged(problem["loc"]), problem["msg"]
+    path, message = untagged(problem["loc"]), problem["msg"]
     kind, context = None, problem.get("ctx", {})
     if problem["type"] == "union_tag_invalid":
-        place, kind = (*place, "type"), problem["input"].get("type")
-    elif problem["type"] == "literal_error" and place[-1] == "type":
+        path, kind = (*path, "type"), problem["input"].get("type")
+    elif problem["type"] == "literal_error" and path[-1] == "type":
         kind = problem["input"]
     if isinstance(kind, str):
         supported = str(context.get("expected_tags") or context["expected"])
         supported = supported.replace("~search", _HOSTED_SEARCH).replace("~", "")
         message = f"the type {kind[:64]!r} is not supported; supported here: {supported}"
-        if place[0] == "tools":
+        if path[0] == "tools":
             own = "custom" if "'custom'" in supported else "function"
             message += f". Define a tool that your client runs as a {own!r} tool with a schema of its input"
     elif problem["type"] != UNSUPPORTED:
         return
-    raise UnsupportedParameter(message, param=".".join(map(str, place)))
+    raise UnsupportedParameter(message, param=".".join(map(str, path)))

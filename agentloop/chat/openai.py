@@ -1,4 +1,4 @@
-"""Chat completions: the body to a `ChatCall`, and the answer's own parts."""
+"""The OpenAI Chat Completions dialect: converts a body to a `ChatCall`, and writes the answer."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from agentloop.rendering.port import NAMED_ROLES
 from agentloop.trajectory.node import Reply, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams, TopLogprobs
 
-# --- requests ---------------------------------------------------------------------------------------------
+# Requests
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A checked body, its messages and tools read."""
+    """A validated body with its parsed messages and tools."""
 
     body: ChatBody
     messages: Sequence[CachedMessage]
@@ -52,19 +52,20 @@ class ChatRequest:
 
 
 def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
-    """Read a chat request; new messages and tools are added to the cache. Raises as `read_body`."""
+    """Parse a chat request and add new messages and tools to the cache. Raises the errors of `read_body`."""
     value = read_json(data)
-    given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
-    last = given[-1] if isinstance(given, list) and given and isinstance(given[-1], dict) else {}
+    history, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
+    last = history[-1] if isinstance(history, list) and history and isinstance(history[-1], dict) else {}
     if last.get("role") == "assistant" and last.get("prefix") is True:
-        # An echoed `prefix` describes an earlier call; on the last message it asks for a continuation now.
+        # On earlier messages `prefix` belongs to an earlier call; on the last message it requests a continuation.
         message = (
             "`prefix` is not supported: send `continue_final_message`: true and `add_generation_prompt`: false"
         )
         raise UnsupportedParameter(message, param=f"messages.{len(value['messages']) - 1}.prefix")
-    found = cache.messages.find(given) if isinstance(given, list) else []
-    if isinstance(given, list):
-        value["messages"] = [one or message for (_, one), message in zip(found, given, strict=True)]
+    lookups = cache.messages.find(history) if isinstance(history, list) else []
+    if isinstance(history, list):
+        # Validation accepts a `CachedMessage` as it is, so only new messages cost time.
+        value["messages"] = [cached or message for (_, cached), message in zip(lookups, history, strict=True)]
     tools_cache_key = cache_key(tools) if isinstance(tools, list) else None
     cached_tools = cache.tools.get(tools_cache_key)
     if cached_tools is not None:
@@ -75,16 +76,17 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
         cached_tools = CachedTools(body.tools or [], definitions, tools_key(definitions))
         cache.tools.add(tools_cache_key, cached_tools, cached_tools.num_bytes)
     messages = []
-    for index, (key, one) in enumerate(found):
-        if one is None:
-            one = _cached(body.messages[index], f"messages.{index}.content", cache.shown_names)
-            cache.messages.add(key, one, one.num_bytes)
-        messages.append(one)
+    # Known messages passed the validation as `CachedMessage`; convert and cache the new ones.
+    for index, (key, cached) in enumerate(lookups):
+        if cached is None:
+            cached = _cached(body.messages[index], f"messages.{index}.content", cache.shown_names)
+            cache.messages.add(key, cached, cached.num_bytes)
+        messages.append(cached)
     return ChatRequest(body, messages, cached_tools)
 
 
 def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
-    """Return a request's `ChatCall`. Raises InvalidRequest for fields that do not fit together."""
+    """Convert a request to a `ChatCall`. Raises InvalidRequest for inconsistent fields."""
     body = request.body
     images = each_once(image for message in request.messages for image in message.images)
     if images and not model.takes_images:
@@ -116,25 +118,27 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
 
 
 def _continues(body: ChatBody, messages: Sequence[CachedMessage], parser: Parser) -> bool:
-    """Tell if the last message begins the reply. Raises InvalidRequest where it cannot be gone on from."""
+    """Return True if the reply continues the last message. Raises InvalidRequest if it cannot be continued."""
     if not body.continue_final_message:
         return False
     last, marks, param = messages[-1].message, parser.marks.thoughts, "continue_final_message"
     if last.role != "assistant" or not last.content.strip():
-        raise InvalidRequest("the last message is an assistant's, with a text to continue", param=param)
+        raise InvalidRequest(
+            "'continue_final_message' requires an assistant message with text as the last message", param=param
+        )
     if last.tool_calls or last.reasoning or marks.open in last.content or marks.close in last.content:
-        raise UnsupportedParameter("thoughts and tool calls are not continued, text is", param=param)
+        raise UnsupportedParameter("only text can be continued, not reasoning or tool calls", param=param)
     return True
 
 
 def conversation_of(
     messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
 ) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
-    """Return messages and tool definitions as the renderer takes them. Raises UnsupportedParameter for images: only
-    an engine knows their tokens."""
-    read = [_cached(one, f"messages.{index}.content") for index, one in enumerate(messages)]
-    _refuse_images(read, "the tokens of images are counted in a session only")
-    return _conversation(read), _definitions(tools)
+    """Return messages and tool definitions in the renderer's form. Raises UnsupportedParameter for images."""
+    parsed = [_cached(message, f"messages.{index}.content") for index, message in enumerate(messages)]
+    # Only an engine can compute the number of an image's tokens.
+    _refuse_images(parsed, "image tokens can only be counted within a session")
+    return _conversation(parsed), _definitions(tools)
 
 
 def _refuse_images(messages: Sequence[CachedMessage], reason: str) -> None:
@@ -167,30 +171,28 @@ def sampling_of(
 
 
 def stops_of(body: ChoiceFields) -> tuple[str, ...]:
-    """Return the stop strings, each once."""
+    """Return the stop strings without duplicates."""
     if body.stop is None:
         return ()
     return (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop))
 
 
 def _wanted(body: ChatBody) -> Constraint | None:
-    """Return the constraint of the response format."""
     if body.structured_outputs is not None:
         return _structured(body.structured_outputs)
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    response_format = body.response_format
+    if response_format is None or response_format.type == "text":
         return None
-    if isinstance(wanted, bodies.JsonSchemaFormat):
-        return schema_constraint(wanted.json_schema.schema_, "response_format.json_schema.schema")
+    if isinstance(response_format, bodies.JsonSchemaFormat):
+        return schema_constraint(response_format.json_schema.schema_, "response_format.json_schema.schema")
     return Constraint(ConstraintKind.JSON_OBJECT)
 
 
 def _structured(wanted: bodies.StructuredOutputs) -> Constraint | None:
-    """Return the constraint of what vLLM calls structured outputs."""
     if wanted.regex is not None:
         return Constraint(ConstraintKind.REGEX, wanted.regex)
     if wanted.choice is not None:
-        return Constraint(ConstraintKind.REGEX, "|".join(f"({re.escape(one)})" for one in wanted.choice))
+        return Constraint(ConstraintKind.REGEX, "|".join(f"({re.escape(answer)})" for answer in wanted.choice))
     if wanted.structural_tag is not None:
         return Constraint(ConstraintKind.STRUCTURAL_TAG, wanted.structural_tag)
     if wanted.json_ is not None:
@@ -201,38 +203,40 @@ def _structured(wanted: bodies.StructuredOutputs) -> Constraint | None:
 def _tools(
     body: ChatBody, tools: tuple[dict[str, JSON], ...]
 ) -> tuple[tuple[dict[str, JSON], ...], ToolChoice, str | None]:
-    """The tools that the policy sees, whether it must call one, and which."""
-    wanted, forced, choice = body.tool_choice, None, _choice(body)
-    if isinstance(wanted, bodies.AllowedToolsChoice):
-        names = {tool.function.name for tool in wanted.allowed_tools.tools}
+    """Return the tools shown to the policy, the tool choice, and the name of the forced tool or None."""
+    tool_choice, forced, choice = body.tool_choice, None, _choice(body)
+    if isinstance(tool_choice, bodies.AllowedToolsChoice):
+        names = {tool.function.name for tool in tool_choice.allowed_tools.tools}
         tools = allowed_tools(tools, names, "tool_choice.allowed_tools.tools")
-    elif isinstance(wanted, bodies.NamedTool):
-        forced = wanted.function.name
+    elif isinstance(tool_choice, bodies.NamedTool):
+        forced = tool_choice.function.name
     check_tool_names(tools)
     check_tool_choice(choice, forced, tools)
     return tools, choice, forced
 
 
 def _choice(body: ChatBody) -> ToolChoice:
-    wanted = body.tool_choice
-    if isinstance(wanted, bodies.NamedTool):
+    tool_choice = body.tool_choice
+    if isinstance(tool_choice, bodies.NamedTool):
         return ToolChoice.REQUIRED
     return ToolChoice(
-        wanted.allowed_tools.mode if isinstance(wanted, bodies.AllowedToolsChoice) else wanted or "auto"
+        tool_choice.allowed_tools.mode
+        if isinstance(tool_choice, bodies.AllowedToolsChoice)
+        else tool_choice or "auto"
     )
 
 
 def _definitions(tools: Sequence[bodies.ToolBody] | None) -> tuple[dict[str, JSON], ...]:
     functions = (tool.function for tool in tools or ())
-    return tuple(function_definition(one.name, one.description, one.parameters) for one in functions)
+    return tuple(function_definition(tool.name, tool.description, tool.parameters) for tool in functions)
 
 
 def _conversation(cached: Sequence[CachedMessage]) -> tuple[Message, ...]:
-    return with_tool_names([one.message for one in cached], lambda index, name: cached[index].with_name(name))
+    return with_tool_names([entry.message for entry in cached], lambda index, name: cached[index].with_name(name))
 
 
 def _cached(message: bodies.AnyMessage, param: str, shown_names: Collection[str] = NAMED_ROLES) -> CachedMessage:
-    """Read a message whose content is the field `param`; a name that the policy is not shown is dropped."""
+    """Convert a message whose content is the field `param`. A name that is not shown to the policy is dropped."""
     if isinstance(message, CachedMessage):
         return message
     role = "system" if message.role == "developer" else message.role
@@ -246,10 +250,10 @@ def _cached(message: bodies.AnyMessage, param: str, shown_names: Collection[str]
 
 
 def _shown(body: bodies.UserMessage | bodies.ToolMessage, param: str) -> CachedMessage:
-    """Read a message that may show images."""
+    """Convert a message that may have images."""
     text, images, refs = read_content(body.content, body.role, param)
     parts = body.content if images and body.content is not None else ()
-    first_image = next((place for place, part in enumerate(parts) if isinstance(part, ImagePart)), 0)
+    first_image = next((position for position, part in enumerate(parts) if isinstance(part, ImagePart)), 0)
     call_id = body.tool_call_id if isinstance(body, bodies.ToolMessage) else None
     message = Message(body.role, text, tool_call_id=call_id, name=body.name, images=tuple(refs))
     return CachedMessage(message, tuple(images), first_image)
@@ -267,7 +271,7 @@ def _assistant(body: bodies.AssistantMessage, param: str) -> Message:
     )
 
 
-# --- answers ----------------------------------------------------------------------------------------------
+# Answers
 
 
 class ChatWriter(ChoiceWriter):
@@ -285,14 +289,12 @@ class ChatWriter(ChoiceWriter):
 
     def _extras(self, result: ChatResult) -> Answer:
         functions = (tool.function for tool in self._chat.tools or ())
-        report = strict_report((one.name for one in functions if one.strict), _choice(self._chat))
+        report = strict_report((function.name for function in functions if function.strict), _choice(self._chat))
         return super()._extras(result) | report
 
     def parts(self, piece: TurnPiece) -> list[Answer]:
-        """Return the deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.
-
-        Some clients read only the first entry of a chunk.
-        """
+        """Return the deltas of a piece: its text, then one delta per call entry."""
+        # OpenAI sends one call entry per chunk, and some clients read only the first entry.
         text: Answer = {}
         if piece.reasoning:
             text["reasoning_content"] = piece.reasoning

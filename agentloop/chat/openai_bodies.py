@@ -1,4 +1,4 @@
-"""The tables of chat completions and completions: their request bodies, with every cap on them."""
+"""The body models of chat completions, completions, tokenize and detokenize, with all limits on them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, SamplingFiel
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.values.checks import MAX_BIAS, MAX_CONSTRAINT_CHARS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
 
-MAX_MESSAGE_CALLS = 512  # of one message
+MAX_MESSAGE_CALLS = 512  # tool calls in one message
 MAX_CHAT_MESSAGES = 8192
 MAX_CHOICES = 128
-MAX_PROMPTS = 1024  # of one text completion
-MAX_ANSWERS = 512  # texts that an answer may be
+MAX_PROMPTS = 1024  # prompts of one text completion
+MAX_ANSWERS = 512  # texts in `structured_outputs.choice`
 MAX_CALL_PRIORITY = (1 << 31) - 1
 
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
@@ -58,11 +58,11 @@ def _role(value: Any) -> str | None:
     return f"~{role}" if isinstance(role, str) else None
 
 
-# --- messages ---------------------------------------------------------------------------------------------
+# Messages
 
 
 class ShownImageUrl(ImageUrl, Echo):
-    """The place of an image in a history."""
+    """The URL of an image in a history."""
 
 
 class ShownImage(ImagePart, Echo):
@@ -84,7 +84,7 @@ ShownContent = TextOr[Listed[ShownPart]]
 
 
 class SystemMessage(Echo):
-    """Instructions; `developer` is another name of `system`."""
+    """A system message; the role `developer` is an alias of `system`."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -92,7 +92,7 @@ class SystemMessage(Echo):
 
 
 class UserMessage(Echo):
-    """A message of a person or of another program, with text and images."""
+    """A user message with text and images."""
 
     role: Literal["user"]
     content: ShownContent
@@ -107,7 +107,7 @@ class CalledFunction(Echo):
 
 
 class CallBody(Echo):
-    """One tool call of an assistant's message."""
+    """A tool call of an assistant message."""
 
     id: CallId
     type: Literal["function"] = "function"
@@ -115,7 +115,7 @@ class CallBody(Echo):
 
 
 class AssistantMessage(Echo):
-    """An earlier answer, echoed. Reasoning may have either of its two names."""
+    """An assistant message. Reasoning may be in `reasoning` or `reasoning_content`."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -129,7 +129,7 @@ class AssistantMessage(Echo):
 
 
 class ToolMessage(Echo):
-    """The answer of a tool."""
+    """A tool result."""
 
     role: Literal["tool"]
     content: ShownContent | None = None
@@ -147,7 +147,7 @@ Message = Annotated[
     Discriminator(
         _role,
         custom_error_type="unknown_role",
-        custom_error_message="a message is an object of role system, developer, user, assistant or tool",
+        custom_error_message="expected an object with the role system, developer, user, assistant or tool",
     ),
 ]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES, fail_fast=True)]
@@ -155,13 +155,14 @@ NewMessage: TypeAlias = SystemMessage | UserMessage | AssistantMessage | ToolMes
 AnyMessage: TypeAlias = NewMessage | CachedMessage
 
 
-# --- tools ------------------------------------------------------------------------------------------------
+# Tools
 
 
 class FunctionBody(Body):
     """A function that the policy may call.
 
-    A forced call always fits its schema. Other answers name the tools of `strict: true` in `strict_not_enforced`.
+    Schemas are enforced for forced calls. Other answers list the tools with `strict: true` in
+    `strict_not_enforced`.
     """
 
     name: ToolName
@@ -187,21 +188,21 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """The one tool to call; also an entry of `allowed_tools`."""
+    """The tool that must be called, or an entry of `allowed_tools`."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(Body):
-    """The tools of this turn: the others are not shown to the policy."""
+    """The tools of this turn. Other tools are not shown to the policy."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1, max_length=MAX_CHAT_TOOLS)
 
 
 class AllowedToolsChoice(Body):
-    """A choice among some of the tools."""
+    """Restricts the tools that may be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -221,12 +222,12 @@ Choice = Annotated[
     Discriminator(
         _choice,
         custom_error_type="unknown_choice",
-        custom_error_message="a tool choice is none, auto, required, a function or allowed_tools",
+        custom_error_message="expected none, auto, required, a function or allowed_tools",
     ),
 ]
 
 
-# --- response formats -------------------------------------------------------------------------------------
+# Response formats
 
 
 class PlainFormat(Body):
@@ -236,7 +237,7 @@ class PlainFormat(Body):
 
 
 class JsonSchemaBody(Body):
-    """A schema; the answer fits it whether `strict` or not. The wire's name of `schema_` is `schema`."""
+    """A schema, which is enforced with or without `strict`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,64}$")]
     description: Description | None = None
@@ -245,7 +246,7 @@ class JsonSchemaBody(Body):
 
 
 class JsonSchemaFormat(Body):
-    """One JSON value that fits a schema."""
+    """One JSON value that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchemaBody
@@ -258,12 +259,12 @@ ResponseFormat = Annotated[
     Discriminator(
         type_tag,
         custom_error_type="unknown_format",
-        custom_error_message="a response format is text, json_object or json_schema",
+        custom_error_message="expected the type text, json_object or json_schema",
     ),
 ]
 
 
-# --- requests ---------------------------------------------------------------------------------------------
+# Requests
 
 
 def _as_object(value: Any) -> Any:
@@ -271,7 +272,7 @@ def _as_object(value: Any) -> Any:
 
 
 class StructuredOutputs(Body):
-    """vLLM's name for the form of an answer: one of these, or none."""
+    """vLLM's constraints on the answer. At most one field may be set."""
 
     model_config = ConfigDict(json_schema_extra={"maxProperties": 1})
 
@@ -284,23 +285,23 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = (self.json_, self.regex, self.choice, self.json_object or None, self.structural_tag)
-        if sum(one is not None for one in given) > 1:
+        constraints = (self.json_, self.regex, self.choice, self.json_object or None, self.structural_tag)
+        if sum(constraint is not None for constraint in constraints) > 1:
             raise InvalidRequest(
-                "give one of json, regex, choice, json_object and structural_tag", param="structured_outputs"
+                "set only one of json, regex, choice, json_object and structural_tag", param="structured_outputs"
             )
         return self
 
 
 class StreamOptions(Body):
-    """`include_obfuscation` is accepted: nothing is obfuscated here."""
+    """Options of a stream. `include_obfuscation` is accepted and has no effect."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class ChoiceFields(SamplingFields):
-    """Fields that chat completions, completions and vLLM's token route share: the choices, and what ends them."""
+    """Fields that chat completions, completions and vLLM's token route share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: (
@@ -326,10 +327,10 @@ class ChoiceFields(SamplingFields):
 
 
 class CallBase(SampledBody, ChoiceFields):
-    """The fields that chat completions and completions share; `user` and `metadata` are ignored.
+    """The fields that chat completions and completions share. `user` and `metadata` are ignored.
 
-    `priority` is vLLM's: of the requests that wait in an engine, those of lower numbers go first.
-    `return_tokens_as_token_ids`: logprobs name tokens as `token_id:N`, whatever their text.
+    `priority` is vLLM's: an engine schedules waiting requests with lower numbers first. With
+    `return_tokens_as_token_ids`, logprobs name tokens as `token_id:N` instead of by their text.
     """
 
     model: Model
@@ -348,8 +349,8 @@ class CallBase(SampledBody, ChoiceFields):
 class ChatBody(CallBase, TemplateBody):
     """The body of `POST /v1/chat/completions`.
 
-    `strict_history`: an echoed answer is taken for the sampled one only if call ids and outer whitespace are equal
-    too. `stop_in_reasoning`: stop strings count in the reasoning too, not only in the answer.
+    With `strict_history`, a resent answer matches the sampled turn only if call ids and outer whitespace are equal
+    too. With `stop_in_reasoning`, stop strings apply to the reasoning as well as the answer.
     """
 
     messages: Messages
@@ -385,17 +386,21 @@ class ChatBody(CallBase, TemplateBody):
     def _fits_together(self) -> Self:
         limits = self.max_tokens, self.max_completion_tokens
         if None not in limits and limits[0] != limits[1]:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_tokens")
+            raise InvalidRequest(
+                f"'max_tokens' ({limits[0]}) and 'max_completion_tokens' ({limits[1]}) differ: send one of them",
+                param="max_tokens",
+            )
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+            raise InvalidRequest("'top_logprobs' requires 'logprobs': true", param="top_logprobs")
         if self.add_generation_prompt not in (None, not self.continue_final_message):
             raise InvalidRequest(
-                "add_generation_prompt is false with continue_final_message, and true without",
+                "'add_generation_prompt' must be false with 'continue_final_message', and true without it",
                 param="add_generation_prompt",
             )
         if self.structured_outputs is not None and self.response_format is not None:
             raise InvalidRequest(
-                "response_format and structured_outputs exclude each other", param="structured_outputs"
+                "'response_format' and 'structured_outputs' exclude each other: send one of them",
+                param="structured_outputs",
             )
         return self
 
@@ -412,9 +417,9 @@ def _by_depth(value: Any) -> str:
 
 
 class CompletionBody(CallBase):
-    """The body of `POST /v1/completions`: a prompt as text or as token ids, or a list of prompts.
+    """The body of `POST /v1/completions`: a prompt as text or token ids, or a list of prompts.
 
-    With `echo` and a `max_tokens` of 0 nothing is sampled: the answer is each prompt with its own logprobs.
+    With `echo` and a `max_tokens` of 0, nothing is sampled: the answer has each prompt with its logprobs.
     """
 
     prompt: Annotated[
@@ -431,17 +436,20 @@ class CompletionBody(CallBase):
     @model_validator(mode="after")
     def _batch_is_whole(self) -> Self:
         if self.is_batch and (self.stream or self.named_session is not None):
-            raise UnsupportedParameter("one prompt a request in a stream or a session", param="prompt")
+            raise UnsupportedParameter(
+                "a list of prompts is not supported with 'stream' or in a session: send one prompt per request",
+                param="prompt",
+            )
         return self
 
     @property
     def is_batch(self) -> bool:
-        """True if `prompt` is a list of prompts, though of one."""
+        """True if `prompt` is a list of prompts, even of one prompt."""
         return _by_depth(self.prompt) == "~batch"
 
     @property
     def num_chars(self) -> int:
-        """The characters or ids of all prompts."""
+        """The number of characters or token ids in all prompts."""
         prompts: Any = self.prompt
         return sum(map(len, prompts)) if self.is_batch else len(prompts)
 
@@ -449,15 +457,15 @@ class CompletionBody(CallBase):
     def _scores_or_samples(self) -> Self:
         if bool(self.echo) != (self.max_tokens == 0):
             raise UnsupportedParameter(
-                "echo goes with max_tokens: 0, and each is nothing without the other", param="echo"
+                "'echo' requires 'max_tokens': 0, and 'max_tokens': 0 requires 'echo'", param="echo"
             )
         if self.echo and (self.stream or (self.n or 1) > 1 or self.logprobs is None):
-            raise UnsupportedParameter("an echo has logprobs, one choice and no stream", param="echo")
+            raise UnsupportedParameter("'echo' requires 'logprobs', 'n': 1 and no 'stream'", param="echo")
         return self
 
 
 class TokenizeBody(TemplateBody):
-    """The body of `POST /tokenize`: a text as it is, or a conversation for the chat template."""
+    """The body of `POST /tokenize`: a text without template, or a conversation to render with the chat template."""
 
     model: Model | None = None
     prompt: Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)] | None = None
@@ -468,7 +476,7 @@ class TokenizeBody(TemplateBody):
     @model_validator(mode="after")
     def _has_one_text(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("give either prompt or messages", param="prompt")
+            raise InvalidRequest("send either 'prompt' or 'messages'", param="prompt")
         return self
 
 

@@ -1,6 +1,6 @@
-"""Text completions: a raw prompt, as text or ids, to a `ChatCall`, and its result to the answer.
+"""The OpenAI Completions dialect: converts a raw prompt (text or token ids) to a `ChatCall`, and writes the answer.
 
-The prompt goes to the policy as it is: no template, and control tokens that it spells are control tokens.
+The prompt is not rendered with a template, and control tokens in its text become control tokens.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from agentloop.trajectory.node import Reply
 from agentloop.types import Generation, TopLogprobs
 
 DEFAULT_MAX_TOKENS = 16
-"""What the OpenAI API samples where a completion names no `max_tokens`."""
+"""The OpenAI API's default of `max_tokens` in completions."""
 
 
 def prompts_of(body: CompletionBody, renderer: Renderer) -> list[tuple[int, ...]]:
-    """Return the ids of each prompt, in time linear in its text. Raises InvalidRequest."""
+    """Return the ids of each prompt, in time linear in its text. Raises InvalidRequest for an unknown token id."""
     prompts: Any = body.prompt if body.is_batch else [body.prompt]
-    found = [tuple(renderer.ids(one) if isinstance(one, str) else one) for one in prompts]
-    if max(map(max, filter(None, found)), default=0) >= renderer.vocab_size:
-        raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="prompt")
-    return found
+    ids = [tuple(renderer.ids(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
+    if (largest := max(map(max, filter(None, ids)), default=0)) >= renderer.vocab_size:
+        raise InvalidRequest(f"token id {largest} is outside [0, {renderer.vocab_size})", param="prompt")
+    return ids
 
 
 def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
-    """Return a body's `ChatCall`. Raises InvalidRequest."""
+    """Convert one prompt of a body to a `ChatCall`. Raises InvalidRequest."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return ChatCall(
         messages=(),
@@ -48,7 +48,7 @@ def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel)
 
 
 def joined(answers: Sequence[Answer]) -> Answer:
-    """Return the answer to a list of prompts: the choices of each, and in them what is of their prompt."""
+    """Join the answers to a list of prompts. Fields that differ by prompt move into the choices."""
     of_one = ("session", "weight_version_start", "weight_version_end")
     choices = [
         {**choice, **{name: answer[name] for name in of_one if name in answer}}
@@ -56,13 +56,16 @@ def joined(answers: Sequence[Answer]) -> Answer:
         for choice in answer["choices"]
     ]
     counts = [answer["usage"] for answer in answers]
-    usage = {name: sum(one[name] for one in counts) for name, value in counts[0].items() if isinstance(value, int)}
+    usage = {
+        name: sum(count[name] for count in counts) for name, value in counts[0].items() if isinstance(value, int)
+    }
     whole = {name: value for name, value in answers[0].items() if name not in (*of_one, "prompt_token_ids")}
-    return {**whole, "choices": [{**one, "index": index} for index, one in enumerate(choices)], "usage": usage}
+    indexed = [{**choice, "index": index} for index, choice in enumerate(choices)]
+    return {**whole, "choices": indexed, "usage": usage}
 
 
 def echo_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall | None:
-    """Return the call that scores an echoed prompt; None for one of a single token. Raises InvalidRequest."""
+    """Return the call that scores an echoed prompt; None if the prompt is one token. Raises InvalidRequest."""
     return score_call(prompt_ids, 1, body.logprobs or 0, model, body.weight_version, param="logprobs")
 
 
@@ -75,16 +78,15 @@ class CompletionWriter(ChoiceWriter):
 
     def __init__(self, body: CompletionBody, texts: TokenTexts, created_at: int) -> None:
         super().__init__(body, texts, created_at, shows_logprobs=body.logprobs is not None)
-        self._num_chars: dict[int, int] = {}  # of each choice's tokens so far
+        self._num_chars: dict[int, int] = {}  # characters of each choice's tokens so far
 
     def parts(self, piece: TurnPiece) -> list[Answer]:
-        """The text, if there is any."""
         return [{"text": piece.content}] if piece.content else []
 
     def whole(self, result: ChatResult) -> Answer:
-        """Return the answer. As in vLLM's each choice has the prompt's ids too."""
+        """Return the answer of a call without streaming."""
         answer = super().whole(result)
-        if "prompt_token_ids" in answer:
+        if "prompt_token_ids" in answer:  # vLLM returns the prompt's ids in each choice
             for choice in answer["choices"]:
                 choice["prompt_token_ids"] = answer["prompt_token_ids"]
         return answer
@@ -93,7 +95,7 @@ class CompletionWriter(ChoiceWriter):
         return {"text": reply.message.content}
 
     def echoed(self, prompt_ids: tuple[int, ...], text: str, score: Generation | None, created_at: int) -> Answer:
-        """Return the answer that is a prompt with its own logprobs, of which the first is null."""
+        """Return the answer with a prompt and its logprobs; the first logprob is null."""
         logprobs = (None, *(() if score is None else score.logprobs))
         columns = self.texts.columns(prompt_ids, logprobs, ((), *score.top_logprobs) if score else (), 0)
         if columns["top_logprobs"] is not None:
@@ -114,5 +116,5 @@ class CompletionWriter(ChoiceWriter):
         return columns
 
     def finish(self, reply: Reply) -> str:
-        """Return a reply's `finish_reason`, "length" or "stop": this API parses no tool calls."""
+        """Return a reply's `finish_reason`, "length" or "stop": this API does not parse tool calls."""
         return "length" if finish_of(reply) is TurnFinish.LENGTH else "stop"

@@ -1,8 +1,8 @@
-"""The Responses dialect: its body as a `ChatCall`, and results and pieces as response objects and events.
+"""The OpenAI Responses dialect: converts a body to a `ChatCall`, and results to response objects and stream events.
 
-Pure. The items of one assistant turn (reasoning, message, calls) are one Message, whether its results came after
-all of them or in between. The id of a response, and of each of its items, names its call and its session: no table
-of ids is kept, and any process of the endpoint resolves an id as long as the session has the turn. Events:
+Pure functions. The items of one assistant turn (reasoning, message, calls) become one Message, even if tool results
+are between them. Ids of responses and items contain their call and session, so any process of the endpoint resolves
+an id as long as the session has the turn. Events:
 https://platform.openai.com/docs/api-reference/responses-streaming.
 """
 
@@ -64,54 +64,54 @@ _ITEM_ID = re.compile(
 )
 
 Turns: TypeAlias = Callable[[str], Sequence[Message]]
-"""Returns a session's conversation up to the reply to a call, by the call's id. Raises NotFound."""
+"""Returns a session's conversation up to and including the reply to the call with this id. Raises NotFound."""
 
-# --- the request ------------------------------------------------------------------------------------------
+# Requests
 
 
 def referenced_session(body: ResponsesBody) -> tuple[str, str, str] | None:
-    """Return the session of the responses that a body refers to, and the first field that does with its id; None
-    without a reference.
+    """Return the session that the ids in a body refer to, and the first such field with its id; None without ids.
 
-    Raises ResponseNotFound for an id that this service did not make, and InvalidRequest for ids of two sessions.
+    Raises ResponseNotFound for an id that this service did not create, and InvalidRequest for ids of two sessions.
     """
     references = [] if body.previous_response_id is None else [("previous_response_id", body.previous_response_id)]
     if not isinstance(body.input, str):
         items = enumerate(body.input)
         references += [(f"input.{index}.id", item.id) for index, item in items if isinstance(item, ItemReference)]
     sessions: dict[str, tuple[str, str]] = {}
-    for param, given in references:
-        match = (_RESPONSE_ID if param == "previous_response_id" else _ITEM_ID).fullmatch(given)
+    for param, reference_id in references:
+        match = (_RESPONSE_ID if param == "previous_response_id" else _ITEM_ID).fullmatch(reference_id)
         if match is None or match["session"] is None:
-            raise not_found(given, param)
-        sessions.setdefault(match["session"], (param, given))
+            raise not_found(reference_id, param)
+        sessions.setdefault(match["session"], (param, reference_id))
     if len(sessions) > 1:
         raise InvalidRequest(
-            f"the ids are of two sessions, {' and '.join(map(repr, list(sessions)[:2]))}", param=param
+            f"the ids belong to different sessions, {' and '.join(map(repr, list(sessions)[:2]))}", param=param
         )
     return next(((session_id, *reference) for session_id, reference in sessions.items()), None)
 
 
 def not_found(given: str, param: str) -> ResponseNotFound:
-    """Return the error for an id that no response or item of the caller has."""
+    """Return the error for an id that is not an id of the caller's responses and items."""
     return ResponseNotFound(
-        f"{given[:200]!r} is not found: no completed response of this user and session has it, or it was deleted or"
-        " has expired with its session; send the whole history as `input`",
+        f"{given[:200]!r} was not found: this user and session have no completed response with this id, or it was"
+        " deleted or expired with its session; send the complete history as `input`",
         param=param,
     )
 
 
 def to_call(body: ResponsesBody, model: ChatModel, turns: Turns | None = None) -> ChatCall:
-    """Return a body's `ChatCall`. `turns` are those of the session that the body refers to, if it does.
+    """Convert a body to a `ChatCall`. `turns` returns conversations of the session that the body refers to.
 
-    Raises InvalidRequest, UnsupportedParameter for what would change the answer, and ResponseNotFound.
+    Raises InvalidRequest, UnsupportedParameter for an unsupported field that would change the answer, and
+    ResponseNotFound.
     """
     tools = _tools(body)
     choice, forced = _tool_choice(body)
     check_tool_choice(choice, forced, tools)
     is_parallel = body.parallel_tool_calls is not False
-    wanted = _wanted(body.text.format if body.text is not None else None)
-    constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
+    text_constraint = _wanted(body.text.format if body.text is not None else None)
+    constraint = answer_constraint(text_constraint, model.parser, tools, choice, is_parallel=is_parallel)
     effort = body.reasoning.effort if body.reasoning is not None else None
     history = _history(body, turns)
     sampling = sampling_params(body, body.max_output_tokens, model.vocab_size, constraint)
@@ -133,7 +133,7 @@ def to_call(body: ResponsesBody, model: ChatModel, turns: Turns | None = None) -
 
 
 def _tools(body: ResponsesBody) -> tuple[Mapping[str, JSON], ...]:
-    """The definitions, without those that the choice of this call leaves out."""
+    """Return the tool definitions that `tool_choice` allows."""
     tools = [
         function_definition(_full_name(namespace, tool.name), tool.description, tool.parameters)
         for namespace, tool in _functions(body)
@@ -149,13 +149,13 @@ def _functions(body: ResponsesBody) -> Iterator[tuple[str | None, ResponsesFunct
     """Yield the functions that the policy may call, each with its namespace."""
     for tool in body.tools or ():
         if isinstance(tool, NamespaceTool):
-            yield from ((tool.name, one) for one in tool.tools)
+            yield from ((tool.name, function) for function in tool.tools)
         elif isinstance(tool, ResponsesFunctionTool):
             yield None, tool
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the policy knows a function."""
+    """Return the function name that is shown to the policy."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -191,9 +191,9 @@ def _history(body: ResponsesBody, turns: Turns | None) -> _History:
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """An assistant turn that is collected from items."""
+    """Collects the items of an assistant turn."""
 
-    source: str | None  # the call that sampled it, if the items' ids name one
+    source: str | None  # the id of the call that sampled the turn, if the items' ids contain it
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -204,16 +204,16 @@ class _AssistantTurn:
 
 
 class _History:
-    """Items as messages. The items of one assistant turn are one message."""
+    """Converts items to messages. The items of one assistant turn become one message."""
 
     def __init__(self, turns: Turns | None) -> None:
         self.images: list[Image] = []
         self._turns = turns
         self._entries: list[Message | _AssistantTurn] = []
-        self._turn: _AssistantTurn | None = None  # the last one, as long as only tool results came after it
+        self._turn: _AssistantTurn | None = None  # the last turn, while only tool results have followed it
 
     def add(self, item: Item, param: str) -> None:
-        """Add an item, which is the field `param`."""
+        """Add an item. `param` is its field name, for errors."""
         if isinstance(item, OutputItem):
             message = self._shown("tool", item.output, f"{param}.output")
             self._entries.append(replace(message, tool_call_id=item.call_id))
@@ -233,13 +233,14 @@ class _History:
             self.add_message(self._shown(role, item.content, f"{param}.content"))
 
     def add_response(self, response_id: str) -> None:
-        """Add the conversation up to a response, without the instructions of that call: they are not inherited."""
+        """Add the conversation up to a response, without its `instructions`, which are not inherited."""
         param = "previous_response_id"
         match = _matched(_RESPONSE_ID, response_id, param)
         messages = self._conversation(match["call"], response_id, param)
-        if any(message.images for message in messages):  # the session has their tokens, not their files
+        if any(message.images for message in messages):  # the session has the image tokens, but not the files
             raise UnsupportedParameter(
-                "a conversation with images is not continued by id: send the whole history as `input`", param=param
+                "a conversation with images cannot be continued by id: send the complete history as `input`",
+                param=param,
             )
         for message in messages[int(match["has_instructions"]) :]:
             self.add_message(message)
@@ -252,7 +253,8 @@ class _History:
             if number >= len(reply.tool_calls):
                 raise not_found(item_id, param)
             turn.calls.append(reply.tool_calls[number])
-        # A streamed reply may have several text items; a reference to the first one gives the text of all.
+        # A streamed reply may have several text items. A reference to the first one is expanded to the complete
+        # text.
         elif number == 0 and match["kind"] == _PREFIXES[BlockKind.TEXT]:
             turn.texts.append(reply.content)
         elif number == 0:
@@ -270,7 +272,7 @@ class _History:
     def _shown(self, role: str, content: str | Sequence[Any] | None, param: str) -> Message:
         text, images, refs = read_content(content, role, param)
         if images and role not in ("user", "tool"):
-            raise UnsupportedParameter(f"a message of role {role!r} shows no images", param=param)
+            raise UnsupportedParameter(f"a message of role {role!r} cannot have images", param=param)
         self.images += images
         return Message(role, text, images=tuple(refs))
 
@@ -282,7 +284,7 @@ class _History:
         return [entry.message() if isinstance(entry, _AssistantTurn) else entry for entry in self._entries]
 
     def _assistant(self, item_id: str | None, *, is_opening: bool = False) -> _AssistantTurn:
-        """Return the turn that an item belongs to; if its id names none, the turn that it directly follows."""
+        """Return the turn of an item: the turn with its id's call, else the turn that it directly follows."""
         match = _ITEM_ID.fullmatch(item_id) if item_id is not None else None
         source = match["call"] if match else None
         turn = self._turn
@@ -306,11 +308,11 @@ def _matched(pattern: re.Pattern[str], given: str, param: str) -> re.Match[str]:
     return match
 
 
-# --- the answer -------------------------------------------------------------------------------------------
+# Answers
 
 
 class ResponseWriter(BlockWriter):
-    """Writes one response, whole or as events; `begin` comes before the first event."""
+    """Writes one response, as a whole or as stream events. Call `begin` before the first event."""
 
     def __init__(self, body: ResponsesBody, texts: TokenTexts, created_at: int) -> None:
         super().__init__()
@@ -319,16 +321,16 @@ class ResponseWriter(BlockWriter):
         self._created_at = created_at
         self._session_id = self._call_id = ""
         self._num_events = 0
-        self._piece: TurnPiece | None = None  # the last one, until a block has its tokens
-        self._logprobs: dict[int, list[Answer]] = {}  # entries for the tokens of text blocks, by the block's index
+        self._piece: TurnPiece | None = None  # the last piece, until its tokens are assigned to a block
+        self._logprobs: dict[int, list[Answer]] = {}  # logprobs entries of text blocks, by block index
         self._places = {_full_name(space, tool.name): (space, tool.name) for space, tool in _functions(body)}
 
     def begin(self, session_id: str, call_id: str) -> None:
-        """Name the response after its call. A retry that joins a call gets the same ids."""
+        """Derive the response's id from its call, so that a retry of the call gets the same ids."""
         self._session_id, self._call_id = session_id, call_id
 
     def error_event(self, error: AgentLoopError) -> Answer:
-        """Return the event of a failure within a stream; its nested envelope makes the client library raise."""
+        """Return the event of a failure within a stream. Its nested envelope makes the client library raise."""
         return self._event("error", code=error.code, message=error.message, param=error.param, **error.to_wire())
 
     def _begun(self) -> Iterator[Answer]:
@@ -338,11 +340,11 @@ class ResponseWriter(BlockWriter):
     def _added(self, piece: TurnPiece) -> Iterator[Answer]:
         self._piece = piece
         if not (piece.content or piece.reasoning or piece.calls) and self._blocks:
-            self._take_logprobs(self._blocks[-1])  # such as the stop token: the finished text has it
+            self._take_logprobs(self._blocks[-1])  # tokens without text, such as the stop token
         yield from super()._added(piece)
 
     def _take_logprobs(self, block: Block) -> list[Answer]:
-        """Return the logprobs of the next tokens of a text block, and keep them for the finished text."""
+        """Return the logprobs of the last piece, and record them for the completed text block."""
         piece, self._piece = self._piece, None
         if piece is None or block.kind is not BlockKind.TEXT or not self._body.shows_logprobs:
             return []
@@ -351,21 +353,23 @@ class ResponseWriter(BlockWriter):
         return entries
 
     def _opened(self, block: Block) -> Iterator[Answer]:
-        place: Answer = {"output_index": block.index}
-        yield self._event("response.output_item.added", **place, item=self._item(block, "in_progress"))
+        position: Answer = {"output_index": block.index}
+        yield self._event("response.output_item.added", **position, item=self._item(block, "in_progress"))
         if block.kind is not BlockKind.CALL:
-            place |= {"item_id": self._item_id(block), "content_index": 0}
-            yield self._event("response.content_part.added", **place, part=self._part(block))
+            position |= {"item_id": self._item_id(block), "content_index": 0}
+            yield self._event("response.content_part.added", **position, part=self._part(block))
 
     def _grown(self, block: Block, text: str) -> Iterator[Answer]:
-        place = {"item_id": self._item_id(block), "output_index": block.index}
+        position = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
-            yield self._event("response.function_call_arguments.delta", **place, delta=text)
+            yield self._event("response.function_call_arguments.delta", **position, delta=text)
         elif block.kind is BlockKind.REASONING:
-            yield self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
+            yield self._event("response.reasoning_text.delta", **position, content_index=0, delta=text)
         else:
             logprobs = self._take_logprobs(block)
-            yield self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs)
+            yield self._event(
+                "response.output_text.delta", **position, content_index=0, delta=text, logprobs=logprobs
+            )
 
     def _closed(self, block: Block, finish: TurnFinish | None) -> Iterator[Answer]:
         yield from self._done(block)
@@ -377,18 +381,18 @@ class ResponseWriter(BlockWriter):
         yield self._event(f"response.{final['status']}", response=final)
 
     def _done(self, block: Block) -> Iterator[Answer]:
-        place = {"item_id": self._item_id(block), "output_index": block.index}
+        position = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
             _, name = self._places.get(block.name, (None, block.name))
-            yield self._event("response.function_call_arguments.done", **place, name=name, arguments=block.text)
+            yield self._event("response.function_call_arguments.done", **position, name=name, arguments=block.text)
             return
-        place["content_index"] = 0
+        position["content_index"] = 0
         if block.kind is BlockKind.REASONING:
-            yield self._event("response.reasoning_text.done", **place, text=block.text)
+            yield self._event("response.reasoning_text.done", **position, text=block.text)
         else:
             logprobs = self._logprobs.get(block.index, [])
-            yield self._event("response.output_text.done", **place, text=block.text, logprobs=logprobs)
-        yield self._event("response.content_part.done", **place, part=self._part(block))
+            yield self._event("response.output_text.done", **position, text=block.text, logprobs=logprobs)
+        yield self._event("response.content_part.done", **position, part=self._part(block))
 
     def _event(self, kind: str, **fields: Any) -> Answer:
         event = {"type": kind, "sequence_number": self._num_events, **fields}
@@ -398,7 +402,7 @@ class ResponseWriter(BlockWriter):
     def _answer(self, result: ChatResult, blocks: list[Block]) -> Answer:
         reply = result.choices[0].reply
         self.begin(result.session_id, result.call_id)
-        if self._body.shows_logprobs:  # a piece of a stream may hold tokens of reasoning, text and calls
+        if self._body.shows_logprobs:  # recompute: one piece of a stream may contain tokens of several blocks
             texts = [block.index for block in blocks if block.kind is BlockKind.TEXT]
             self._logprobs = {index: self._text_logprobs(reply) for index in texts[:1]}
         finish = finish_of(reply)
@@ -459,14 +463,14 @@ class ResponseWriter(BlockWriter):
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
     def _item(self, block: Block, status: str) -> Answer:
-        """Return the output item of a block; one that is in progress has no content yet."""
+        """Return the output item of a block. An item that is in progress has no content."""
         item: Answer = {"id": self._item_id(block), "status": status}
         parts = [] if status == "in_progress" else [self._part(block)]
         if block.kind is BlockKind.CALL:
             namespace, name = self._places.get(block.name, (None, block.name))
-            place = {} if namespace is None else {"namespace": namespace}
+            qualifier = {} if namespace is None else {"namespace": namespace}
             call = {"call_id": block.call_id, "name": name, "arguments": block.text}
-            return {**item, "type": "function_call", **call, **place}
+            return {**item, "type": "function_call", **call, **qualifier}
         if block.kind is BlockKind.REASONING:
             return {**item, "type": "reasoning", "summary": [], "content": parts}
         return {**item, "type": "message", "role": "assistant", "content": parts}
@@ -491,10 +495,10 @@ def _echoed_choice(body: ResponsesBody) -> JSON:
 
 def _echoed_tool(tool: ResponsesFunctionTool | NamespaceTool, body: ResponsesBody) -> dict[str, JSON]:
     if isinstance(tool, NamespaceTool):
-        tools = [_echoed_tool(one, body) for one in tool.tools]
+        tools = [_echoed_tool(function, body) for function in tool.tools]
         return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": tools}
     echoed = tool.model_dump(include={"type", "name", "description", "parameters", "strict"})
-    # A grammar enforces the schemas of forced calls only, and the answer reports that.
+    # A grammar enforces only the schemas of forced calls, so the answer reports `strict: false` otherwise.
     is_enforced = _tool_choice(body)[0] is ToolChoice.REQUIRED
     return echoed | {"strict": False} if tool.strict and not is_enforced else echoed
 

@@ -1,6 +1,6 @@
 """The body model of `POST /v1/responses`. Every list is bounded.
 
-Items of the input are echoes of earlier answers, of this service or another one: undeclared fields are ignored.
+Input items may be copies of earlier answers of this or another service, so their undeclared fields are ignored.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from agentloop.values.checks import MAX_TOP_LOGPROBS
 MAX_ITEMS = 16_384
 
 _TEXTS = ("~input_text", "~output_text", "~text", "~summary_text", "~reasoning_text")
-_LOGPROBS = "message.output_text.logprobs"  # in `include`
+_LOGPROBS = "message.output_text.logprobs"  # a value in `include`
 
 
 class ResponsesTextPart(Echo):
-    """A text of a content list. Files and audio cannot be shown to the policy."""
+    """A text part. Files and audio are not supported."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: Text
@@ -66,12 +66,12 @@ _IMAGE_SCHEMA = WithJsonSchema(
 
 
 def _image_part(value: Any) -> Any:
-    """Return an `input_image` as a chat completion writes it."""
+    """Convert an `input_image` to the form of a chat completion."""
     if not isinstance(value, dict):
         return value
     if value.get("image_url") is None or value.get("file_id") is not None:
         raise unsupported(
-            "an image is sent as a data URL in `image_url`; uploaded files (`file_id`) are not supported"
+            "an image must be a data URL in `image_url`; uploaded files (`file_id`) are not supported"
         )
     return {"type": "image_url", "image_url": {"url": value["image_url"]}}
 
@@ -88,7 +88,7 @@ Content: TypeAlias = TextOr[Parts]
 
 
 class MessageItem(Echo):
-    """A message of either form, the easy one without a `type` too."""
+    """A message item; the short form without `type` is accepted too."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -97,7 +97,7 @@ class MessageItem(Echo):
 
 
 class CallItem(Echo):
-    """A call that an assistant made."""
+    """An assistant's tool call."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -108,7 +108,7 @@ class CallItem(Echo):
 
 
 class OutputItem(Echo):
-    """The answer of a tool."""
+    """A tool result."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -116,7 +116,7 @@ class OutputItem(Echo):
 
 
 class ReasoningItem(Echo):
-    """The reasoning of an assistant. Encrypted content is another service's and ignored."""
+    """An assistant's reasoning. Reasoning encrypted by another service is ignored."""
 
     type: Literal["reasoning"]
     id: EchoedText = None
@@ -125,7 +125,7 @@ class ReasoningItem(Echo):
 
 
 class ItemReference(Echo):
-    """An item of an earlier response of this service, by its id alone."""
+    """A reference by id to an item of an earlier response of this service."""
 
     type: Literal["item_reference"] | None = None
     id: ShortText
@@ -134,7 +134,7 @@ class ItemReference(Echo):
 def _item_tag(value: Any) -> str | None:
     if not isinstance(value, dict) or value.get("type") is not None:
         return type_tag(value)
-    # The easy message and the reference may both omit their `type`.
+    # The short form of a message and the reference may both omit `type`.
     return "~item_reference" if "id" in value and not {"role", "content"} & value.keys() else "~message"
 
 
@@ -150,8 +150,10 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fas
 
 
 class ResponsesFunctionTool(Body):
-    """A function. A forced call always fits its schema; otherwise the answer says `strict: false`. None is loaded
-    later."""
+    """A function. Its schema is enforced for forced calls; in other answers `strict` is false.
+
+    `defer_loading` has no effect: all tools are shown to the policy.
+    """
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
@@ -167,7 +169,7 @@ class ResponsesFunctionTool(Body):
 
 
 class NamespaceTool(Body):
-    """Functions under a common name: the policy sees each as `{namespace}.{name}`."""
+    """A group of functions. The policy is shown each function as `{namespace}.{name}`."""
 
     type: Literal["namespace"]
     name: ToolName
@@ -177,7 +179,9 @@ class NamespaceTool(Body):
     @model_validator(mode="after")
     def _has_short_names(self) -> Self:
         if len(self.name) + 1 + max(len(tool.name) for tool in self.tools) > MAX_TOOL_NAME_CHARS:
-            raise ValueError(f"the names of a namespace and its tool have at most {MAX_TOOL_NAME_CHARS} characters")
+            raise ValueError(
+                f"'{{namespace}}.{{name}}' exceeds {MAX_TOOL_NAME_CHARS} characters for a tool of this namespace"
+            )
         return self
 
 
@@ -190,7 +194,7 @@ Tool: TypeAlias = Annotated[
 
 
 class ResponsesNamedTool(Body):
-    """The tool that must be called; also an entry of `allowed_tools`."""
+    """The tool that must be called, or an entry of `allowed_tools`."""
 
     type: Literal["function"]
     name: ToolName
@@ -198,7 +202,7 @@ class ResponsesNamedTool(Body):
 
 
 class ResponsesAllowedTools(Body):
-    """A choice among some of the tools: the others are not shown to the policy."""
+    """Restricts the tools that may be called. Other tools are not shown to the policy."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -218,7 +222,7 @@ Choice: TypeAlias = Annotated[
 
 
 class ResponsesTextFormat(Body):
-    """The form of the answer's text."""
+    """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: ShortText | None = None
@@ -228,14 +232,14 @@ class ResponsesTextFormat(Body):
 
 
 class TextConfig(Body):
-    """The answer's text: its form, and a wish."""
+    """The format of the answer's text. `verbosity` has no effect."""
 
     format: ResponsesTextFormat | None = None
-    verbosity: Ignored = None  # a wish, not a promise
+    verbosity: Ignored = None
 
 
 class ReasoningConfig(Body):
-    """Wishes about thinking. `effort` is an argument of the chat template where that reads one."""
+    """Options of reasoning. `effort` is passed to the chat template if the template reads it."""
 
     effort: Effort | None = None
     summary: Ignored = None
@@ -260,14 +264,14 @@ class ResponsesBody(SampledBody, TemplateBody):
     include: Annotated[list[ShortText], Field(max_length=64)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     previous_response_id: ShortText | None = None
-    max_tool_calls: Annotated[int, Field(ge=0, le=MAX_MESSAGE_CALLS)] | None = None  # of OpenAI's own tools
+    max_tool_calls: Annotated[int, Field(ge=0, le=MAX_MESSAGE_CALLS)] | None = None  # limits OpenAI's hosted tools
 
     reasoning: ReasoningConfig | None = None
     user: ShortText | None = None
-    strict_history: bool | None = None  # beyond OpenAI
-    stop_in_reasoning: bool | None = None  # beyond OpenAI; this API has no stop strings
+    strict_history: bool | None = None  # not in OpenAI's API
+    stop_in_reasoning: bool | None = None  # not in OpenAI's API; no effect, because this API has no stop strings
 
-    store: bool | None = None  # every response is kept as long as its session, whatever this says
+    store: bool | None = None  # no effect: every response is kept as long as its session
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
@@ -276,7 +280,7 @@ class ResponsesBody(SampledBody, TemplateBody):
     moderation: Ignored = None
     client_metadata: Ignored = None
     access_programs: Ignored = None
-    image: Ignored = None  # of images that are answered: none here
+    image: Ignored = None  # options of generated images, which are not supported
 
     background: Annotated[Json, refused(hint=": wait for the answer, or read it with `stream`")] = None
     background_options: Annotated[Json, refused(hint=": wait for the answer, or read it with `stream`")] = None
@@ -289,5 +293,5 @@ class ResponsesBody(SampledBody, TemplateBody):
 
     @property
     def shows_logprobs(self) -> bool:
-        """True if texts of the answer have the logprobs of their tokens."""
+        """True if the answer's texts include the logprobs of their tokens."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())

@@ -1,7 +1,7 @@
-"""Fields that the bodies of all dialects share: how to sample, and the arguments of the chat template.
+"""Fields that the bodies of all dialects share: sampling parameters and chat template arguments.
 
-An argument that the model's template does not read changes nothing, so it is dropped: an argument that an agent
-sends with every call must not split its history.
+Invariant: template arguments that the model's template does not read are dropped, so that they cannot split a
+session's history.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from agentloop.values.checks import (
 )
 
 MAX_TEMPLATE_ARGUMENTS = 32
-MAX_TEMPLATE_ARGUMENT_BYTES = 4096  # of all of them, as JSON
+MAX_TEMPLATE_ARGUMENT_BYTES = 4096  # the JSON of all arguments together
 
 _RESERVED: Final = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
     | {"chat_template", "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}
 )
 _THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
-"""The names by which templates ask whether to think: Qwen3, GLM, Nemotron; DeepSeek-V3.1, Granite."""
+"""Template arguments that enable reasoning, in Qwen3, GLM and Nemotron, and in DeepSeek-V3.1 and Granite."""
 
 _EFFORT: Final = "reasoning_effort"
 _NO_EFFORT: Final = "none"
@@ -49,9 +49,9 @@ _NO_EFFORT: Final = "none"
 
 def _template_arguments(value: Mapping[str, JSON]) -> Mapping[str, JSON]:
     if reserved := _RESERVED & value.keys():
-        raise ValueError(f"{min(reserved)!r} is not the client's to set")
+        raise ValueError(f"{min(reserved)!r} is reserved: the service sets it")
     if len(orjson.dumps(value)) > MAX_TEMPLATE_ARGUMENT_BYTES:
-        raise ValueError(f"the arguments have at most {MAX_TEMPLATE_ARGUMENT_BYTES} bytes")
+        raise ValueError(f"the arguments exceed {MAX_TEMPLATE_ARGUMENT_BYTES} bytes of JSON")
     return value
 
 
@@ -60,29 +60,29 @@ Effort: TypeAlias = Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
 
 
 class NamesSession(Body):
-    """Base of bodies that may name their session, in either of two fields."""
+    """Base of bodies that may name their session in `session` or `session_id`."""
 
     session: Id | None = None
     session_id: Id | None = None
 
     @property
     def named_session(self) -> str | None:
-        """The session in the body; None: it names none."""
+        """The session named in the body, or None."""
         return self.session if self.session is not None else self.session_id
 
     @model_validator(mode="after")
     def _names_one_session(self) -> Self:
         if self.session is not None and self.session_id is not None and self.session != self.session_id:
-            raise ValueError("session and session_id name different sessions")
+            raise ValueError("'session' and 'session_id' name different sessions: send one of them")
         return self
 
 
 class SamplingFields(Body):
-    """Fields of the sampling. Those beyond the dialect have vLLM's names.
+    """Sampling parameters. Fields that are not part of the dialect have vLLM's names.
 
-    `min_p` and `repetition_penalty` shape the distribution that logprobs are of. A stop token of the request ends
-    the turn as the model's own does; with `ignore_eos` the model's own are sampled as any other token.
-    `weight_version` says which weights may sample it (`VersionDemand`).
+    `min_p` and `repetition_penalty` change the distribution that the logprobs describe. `stop_token_ids` end the
+    turn in addition to the model's stop tokens; with `ignore_eos`, the model's stop tokens do not end it.
+    `weight_version` restricts the weight versions that may sample the turn (`VersionDemand`).
     """
 
     temperature: Annotated[float, Field(ge=0, le=MAX_CHAT_TEMPERATURE)] | None = None
@@ -105,7 +105,7 @@ class SampledBody(NamesSession, SamplingFields):
 
 
 class TemplateBody(Body):
-    """Arguments of the chat template, and the switch that most templates have under one of two names."""
+    """Chat template arguments, and the switch for reasoning, which templates name differently."""
 
     chat_template_kwargs: (
         Annotated[
@@ -121,16 +121,18 @@ class TemplateBody(Body):
 def sampling_params(
     body: SamplingFields, max_tokens: int | None, vocab_size: int, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """Return the sampling of a body. None is the default, a `top_p` of 0 the likeliest token. Raises
-    InvalidRequest. A temperature too small for engines is 0: clients write it for that."""
+    """Return the sampling parameters of a body. A `top_p` of 0 means greedy sampling. Raises InvalidRequest."""
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
-        raise InvalidRequest("min_tokens is above the maximum", param="min_tokens")
+        raise InvalidRequest(
+            f"'min_tokens' ({body.min_tokens}) is larger than the maximum ({max_tokens})", param="min_tokens"
+        )
     stops = tuple(dict.fromkeys(body.stop_token_ids or ()))
     if max(stops, default=0) >= vocab_size:
         raise InvalidRequest(f"token id {max(stops)} is outside [0, {vocab_size})", param="stop_token_ids")
     temperature = 1.0 if body.temperature is None else body.temperature
     return SamplingParams(
         max_tokens=1 if max_tokens is None else max_tokens,
+        # Clients send tiny temperatures for greedy sampling; engines do not accept values below MIN_TEMPERATURE.
         temperature=0.0 if 0 < temperature < MIN_TEMPERATURE else temperature,
         top_p=body.top_p or 1.0,
         top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),
@@ -155,17 +157,17 @@ def template_kwargs(
 ) -> dict[str, JSON]:
     """Return a body's template arguments whose names are in `reads`.
 
-    `effort`, `is_thinking` and the arguments `own` come from fields of the dialect; arguments that the body names
-    itself take precedence. An effort of `none` switches thinking off.
+    `effort`, `is_thinking` and `own` come from fields of the dialect; `chat_template_kwargs` takes precedence. An
+    effort of `none` disables reasoning.
     """
     if body.enable_thinking is not None:
         is_thinking = body.enable_thinking
     elif effort == _NO_EFFORT:
         is_thinking = False
-    wished: dict[str, JSON] = dict(own or {})
+    arguments: dict[str, JSON] = dict(own or {})
     if is_thinking is not None:
-        wished |= dict.fromkeys(_THINKING_SWITCHES, is_thinking)
+        arguments |= dict.fromkeys(_THINKING_SWITCHES, is_thinking)
     if effort is not None:
-        wished[_EFFORT] = effort
-    wished |= body.chat_template_kwargs or {}
-    return {name: value for name, value in wished.items() if name in reads}
+        arguments[_EFFORT] = effort
+    arguments |= body.chat_template_kwargs or {}
+    return {name: value for name, value in arguments.items() if name in reads}

@@ -1,4 +1,4 @@
-"""Scores of a prompt's own tokens, in the terms that the dialects share. Nothing is sampled for them."""
+"""Scoring calls: logprobs of a prompt's own tokens, without sampling."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ def score_call(
     *,
     param: str,
 ) -> ChatCall | None:
-    """Return the call that scores `prompt_ids[start:]`; None if `start` is their end. Raises InvalidRequest naming
-    `param` for one beyond it."""
+    """Return the call that scores `prompt_ids[start:]`; None if that range is empty.
+
+    Raises InvalidRequest with `param` if `start` is larger than the prompt's length.
+    """
     if start > len(prompt_ids):
-        raise InvalidRequest(f"{start - 1} is beyond a prompt of {len(prompt_ids)} tokens", param=param)
+        raise InvalidRequest(
+            f"position {start - 1} is outside the prompt, which has {len(prompt_ids)} tokens", param=param
+        )
     if start == len(prompt_ids):
         return None
     sampling = SamplingParams(max_tokens=1, num_top_logprobs=num_top, score_from=start)
@@ -33,16 +37,18 @@ def score_call(
 
 
 def check_num_scores(calls: Iterable[ChatCall], param: str) -> None:
-    """Raises InvalidRequest naming `param` for more scores than an answer has."""
+    """Raise InvalidRequest with `param` if the calls return more than `MAX_SCORES` logprobs together."""
     num_scores = 0
     for call in calls:
         num_tokens = len(call.prompt_ids or ()) - (call.sampling.score_from or 0)
         num_scores += num_tokens * (1 + call.sampling.num_top_logprobs)
     if num_scores > MAX_SCORES:
-        raise InvalidRequest(f"{num_scores} logprobs are more than {MAX_SCORES}", param=param)
+        raise InvalidRequest(
+            f"the request asks for {num_scores} logprobs, more than the limit of {MAX_SCORES}", param=param
+        )
 
 
 def scores_of(generation: Generation) -> TokenScores:
-    """Return the scores that an engine's answer has."""
+    """Convert an engine's generation to token scores."""
     [span] = generation.weight_versions
     return TokenScores(generation.token_ids, generation.logprobs, span.version, generation.top_logprobs)

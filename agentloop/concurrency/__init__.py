@@ -1,1 +1,1 @@
-"""Helpers for asyncio, clocks, and fair turns among users."""
+"""Helpers for asyncio, clocks, and fair scheduling of users."""

@@ -1,5 +1,5 @@
-"""asyncio's missing parts: change signals, tasks that outlive their callers, named locks, user code in tasks and
-threads, and a garbage collector that lets the event loop run."""
+"""asyncio utilities: change signals, tasks that outlive their callers, keyed locks, user code in tasks and threads,
+detection of a blocked event loop, and interpreter settings for a busy event loop."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class ChangeSignal:
-    """A signal that wakes all tasks that wait now for a change of shared state.
+    """Wakes all tasks that currently wait for a change of shared state.
 
-    Nothing is remembered: look at the state, and wait without an await in between. Every wait has a deadline.
+    Notifications are not stored: check the state and then wait, without an await in between. Every wait has a
+    deadline.
     """
 
     def __init__(self) -> None:
@@ -44,17 +45,15 @@ class ChangeSignal:
         self._event = asyncio.Event()
 
     async def wait_until(self, deadline_at: float) -> bool:
-        """Wait for the next `notify`. False: the loop time `deadline_at` came first."""
+        """Wait for the next `notify`. Return False if the loop time `deadline_at` is reached first."""
         return await is_set_by(self._event, deadline_at)
 
 
 @asynccontextmanager
 async def awake_timeout(seconds: float, num_looks: int = 20) -> AsyncIterator[None]:
-    """Bound a block as `asyncio.timeout` does, by the time in which this event loop turns.
-
-    A loop that stands still, for want of a core or behind a long callback, gets what has arrived meanwhile only
-    after the timers that came due: these must not end the block.
-    """
+    """Like `asyncio.timeout`, but count only the time during which this event loop runs."""
+    # A loop that stalls, for lack of CPU or because of a long callback, runs expired timers before it processes the
+    # input that has arrived during the stall. A plain timeout would then cancel a block whose input is available.
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
 
@@ -63,7 +62,7 @@ async def awake_timeout(seconds: float, num_looks: int = 20) -> AsyncIterator[No
         if num_left == 0:
             scope.reschedule(loop.time())
         else:
-            timer = loop.call_later(seconds / num_looks, look, num_left - 1)  # a standstill counts as one step
+            timer = loop.call_later(seconds / num_looks, look, num_left - 1)  # a stall counts as one step
 
     async with asyncio.timeout(None) as scope:
         look(num_looks)
@@ -75,7 +74,7 @@ async def awake_timeout(seconds: float, num_looks: int = 20) -> AsyncIterator[No
 
 
 async def is_set_by(event: asyncio.Event, deadline_at: float) -> bool:
-    """Wait for an event. False: the loop time `deadline_at` came first."""
+    """Wait for an event. Return False if the loop time `deadline_at` is reached first."""
     try:
         async with asyncio.timeout_at(deadline_at):
             await event.wait()
@@ -90,10 +89,10 @@ def deadline_after(wait_s: float) -> float:
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, which is bounded, to its end, also if the caller is cancelled; the cancellation follows then.
+    """Await `work` to its end even if the caller is cancelled; CancelledError is raised afterwards.
 
-    A cancelled caller does not hear of a failure of `work`: it has to look at the state. Where such a caller shall
-    leave at once, use `OwnedTasks.run`.
+    `work` must have its own timeout. If the caller is cancelled, an error of `work` is only logged, so the caller
+    must check the state. To return immediately on cancellation, use `OwnedTasks.run`.
     """
     task = asyncio.create_task(work)
     try:
@@ -103,14 +102,15 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError:
-                continue  # the first one is raised below
+                continue  # the first cancellation is raised below
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("failed_after_cancellation", error=repr(error))
         raise
 
 
 async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all. If some fail, the others are cancelled, and the first failure is raised."""
+    """Run all coroutines concurrently and return their results. On a failure, cancel the others and raise the
+    first."""
     if len(works) == 1:
         return [await works[0]]
     try:
@@ -122,26 +122,26 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class OwnedTasks:
-    """Tasks that outlive their callers, held until they end; `close` waits for all of them."""
+    """Owns tasks that can outlive their callers; `close` waits for all of them."""
 
     def __init__(self, name: str) -> None:
-        """`name` is that of the tasks, in the log too."""
+        """`name` is the name of the tasks, also in the log."""
         self._name = name
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin `work`. A failure that is not awaited is logged."""
+        """Start `work` as a task. Its failure is logged."""
         task = asyncio.create_task(work, name=self._name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns. A cancelled caller leaves at once, and `work` goes on."""
+        """Return the result of `work`. If the caller is cancelled, it returns immediately and `work` continues."""
         return await asyncio.shield(self.start(work))
 
     async def close(self, *, cancels: bool = False) -> None:
-        """Wait until all tasks have ended, new ones too; or cancel them."""
+        """Wait until all tasks have ended, including tasks started during the wait; with `cancels`, cancel them."""
         while self._tasks:
             for task in self._tasks if cancels else ():
                 task.cancel()
@@ -154,38 +154,40 @@ class OwnedTasks:
 
 
 class UserTasks:
-    """Tasks that run user code: cancelled, given a grace, and abandoned if they ignore it.
+    """Tasks that run user code. They are cancelled, get a grace period, and are abandoned if they ignore it.
 
-    An abandoned task is held until it ends, so that it is neither lost nor unseen.
+    References to abandoned tasks are kept until they end, so that they are not garbage collected and can be
+    counted.
     """
 
     def __init__(self, kind: str) -> None:
-        """`kind` says in the log what they run."""
+        """`kind` describes the tasks' code in the log."""
         self._kind = kind
         self._abandoned: set[asyncio.Task[Any]] = set()
 
     @property
     def num_abandoned(self) -> int:
-        """Abandoned tasks that still run."""
+        """The number of abandoned tasks that are still running."""
         return len(self._abandoned)
 
     async def stop(self, tasks: Iterable[asyncio.Task[Any]], grace_s: float, **about: str) -> None:
-        """Cancel tasks, give them the grace, and abandon what still runs. `about` goes into the log."""
+        """Cancel tasks, wait `grace_s`, and abandon tasks that are still running. `about` is added to the log
+        line."""
         tasks = [task for task in tasks if not task.done()]
         for task in tasks:
             if not task.cancelling():  # a second cancellation would cut short the code's own cleanup
                 task.cancel()
-            self.keep(task)  # before the wait: a cancellation of ours must not orphan them
+            self.keep(task)  # before the wait, so that a cancellation of this task does not orphan them
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
             self.abandon(tasks, **about)
 
     async def stop_kept(self, grace_s: float) -> None:
-        """Stop the abandoned tasks as `stop` does."""
+        """Stop the abandoned tasks again, like `stop`."""
         await self.stop(list(self._abandoned), grace_s, during="close")
 
     def abandon(self, tasks: Iterable[asyncio.Task[Any]], **about: str) -> None:
-        """Cancel running tasks once more, and wait for them no longer."""
+        """Cancel running tasks again, and stop waiting for them."""
         for task in tasks:
             if not task.done():
                 task.cancel()
@@ -194,13 +196,13 @@ class UserTasks:
                     "user_code_abandoned",
                     kind=self._kind,
                     code=task.get_name(),
-                    hint="it ignores its cancellation",
+                    hint="it does not end after a cancellation",
                     num_abandoned=self.num_abandoned,
                     **about,
                 )
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold a task that is awaited no more until it ends."""
+        """Keep a reference to a task that is no longer awaited, until it ends."""
         if task not in self._abandoned and not task.done():
             self._abandoned.add(task)
             task.add_done_callback(self._ended)
@@ -212,13 +214,13 @@ class UserTasks:
 
 
 def is_being_cancelled(error: BaseException) -> bool:
-    """Tell if an error is a cancellation of the running task, not one that user code raised."""
+    """Return True if an error is a cancellation of the running task, not a CancelledError raised by user code."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def to_its_end(method: Method) -> Method:
-    """Make a method run to its end, also if its caller is cancelled. Its object's `tasks` own the calls."""
+    """Decorate a method to run to its end even if its caller is cancelled. The object's `tasks` own the calls."""
 
     @functools.wraps(method)
     async def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +254,7 @@ _abandoned_threads: set[threading.Thread] = set()
 
 
 def num_abandoned_threads() -> int:
-    """Return the number of abandoned threads that still run."""
+    """Return the number of abandoned threads that are still running."""
     for thread in list(_abandoned_threads):
         if not thread.is_alive():
             _abandoned_threads.discard(thread)
@@ -260,13 +262,16 @@ def num_abandoned_threads() -> int:
 
 
 def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: object) -> asyncio.Future[Any]:
-    """Run user code in a daemon thread of its own; its future may be abandoned, the thread cannot be killed.
+    """Run user code in a new daemon thread. Cancelling the future abandons the thread, which cannot be killed.
 
-    A hanging thread would fill a shared pool, and hold the process's exit up. Errors arrive as `ordinary` ones.
-    Raises Overloaded once MAX_ABANDONED_THREADS abandoned threads run.
+    Errors are converted by `ordinary`. Raises Overloaded if MAX_ABANDONED_THREADS abandoned threads are running.
     """
+    # Not in a shared pool: hanging threads would fill it, and delay the exit of the process.
     if _abandoned_threads and num_abandoned_threads() >= MAX_ABANDONED_THREADS:
-        raise Overloaded(f"{MAX_ABANDONED_THREADS} calls that overran still run in threads of this process")
+        raise Overloaded(
+            f"{MAX_ABANDONED_THREADS} synchronous calls of user code are still running in this process after their"
+            " timeouts: make the code return, or restart the process"
+        )
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -275,9 +280,11 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: 
         value, error = None, None
         try:
             value = context.run(function, *arguments, **named)
-        except BaseException as raised:  # carried to the loop, where an exit or a cancellation must not act
+        except (
+            BaseException
+        ) as raised:  # passed to the loop, where SystemExit or CancelledError must have no effect
             error = ordinary(raised)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits for the result
             loop.call_soon_threadsafe(settle, outcome, value, error)
 
     thread = threading.Thread(target=work, name=getattr(function, "__name__", "user code"), daemon=True)
@@ -287,7 +294,7 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: 
 
 
 async def call_user_code(function: Callable[..., Any], *arguments: object, **named: object) -> Any:
-    """Await an async function of a user; run a synchronous one `in_daemon_thread`, and await what it returns."""
+    """Await a user's async function, or run a synchronous one `in_daemon_thread`; await an awaitable result."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
     value = await in_daemon_thread(function, *arguments, **named)
@@ -295,9 +302,9 @@ async def call_user_code(function: Callable[..., Any], *arguments: object, **nam
 
 
 def ordinary(raised: BaseException) -> Exception:
-    """Return user code's error as one that an event loop can take.
+    """Return an error of user code in a form that is safe in an event loop.
 
-    An exit, a cancellation or a StopIteration would act on the loop: they become AgentLoopError.
+    SystemExit, CancelledError and StopIteration would affect the loop, so they are converted to AgentLoopError.
     """
     is_ordinary = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
     return cast(Exception, raised) if is_ordinary else AgentLoopError(f"raised {type(raised).__name__}")
@@ -317,7 +324,7 @@ BLOCKED_S = 1.0
 
 
 class LoopThread:
-    """An event loop in a daemon thread of its own, for code that may block it or keeps tasks."""
+    """An event loop in a separate daemon thread, for code that may block the loop or leave tasks behind."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -325,8 +332,8 @@ class LoopThread:
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function on that thread, after all that was handed over before."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there any more
+        """Call a function on that thread, in the order of the calls. Does nothing after `stop`."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
     def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -338,11 +345,11 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Cancel what runs, and end the thread, without waiting for it. Idempotent."""
+        """Cancel all tasks and end the thread, without waiting for it. Idempotent."""
         self.call(self._stopping.set)
 
     def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # its exit cancels what still runs
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # its exit cancels the remaining tasks
             runner.run(self._until_stopped())
 
     async def _until_stopped(self) -> None:
@@ -350,15 +357,16 @@ class LoopThread:
 
 
 class LoopWatch:
-    """A watch over an event loop: it measures standstills, and logs what blocks the loop.
+    """Measures stalls of an event loop, and logs the code that blocks it. Construct it on the loop.
 
-    A thread looks if the loop still turns; the loop cannot say it itself. Start it on the loop.
+    A thread checks the loop, because a blocked loop cannot check itself.
     """
 
     def __init__(self, blocked_s: float = BLOCKED_S) -> None:
-        self.longest_s = 0.0  # by which the loop was late, since this was set to 0
+        self.longest_s = 0.0  # the longest delay of the loop since this was set to 0
         self.blocked: tuple[str, float] | None = None
-        """FILE:LINE that blocked the loop last, "" if the host was short of CPU; and when, by time.monotonic()."""
+        """FILE:LINE of the last code that blocked the loop ("" if the host lacked CPU), and the
+        time.monotonic()."""
         self._blocked_s = blocked_s
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
@@ -381,12 +389,12 @@ class LoopWatch:
             self._loop.call_later(self._blocked_s / 4, self._turn)
 
     def _look(self) -> None:
-        told_at = 0.0
+        reported_at = 0.0
         while not self._is_closed.wait(self._blocked_s / 4) and not self._loop.is_closed():
             turned_at = self._turned_at
             still_s = time.monotonic() - turned_at
-            if still_s >= self._blocked_s and told_at != turned_at:
-                told_at, place = turned_at, self._place(still_s)
+            if still_s >= self._blocked_s and reported_at != turned_at:
+                reported_at, place = turned_at, self._place(still_s)
                 self.blocked = place, time.monotonic()
                 if place:
                     _log.warning("event_loop_blocked", still_s=round(still_s, 1), by=self._culprit(), at=place)
@@ -402,15 +410,14 @@ class LoopWatch:
         return "no task" if task is None else task.get_name()
 
     def _place(self, still_s: float) -> str:
-        """Return the innermost line of user code on the loop's thread; "" if the thread waits for a CPU.
-
-        Without user code the innermost line is at fault only if the thread was computing all the time.
-        """
+        """Return the innermost line of user code on the loop's thread; "" if the thread waits for a CPU."""
         stack, frame = list[FrameType](), sys._current_frames().get(self._thread_id)
         while frame is not None:
             stack.append(frame)
             frame = frame.f_back
         guilty = next(filter(_is_user_code, stack), None)
+        # Without user code on the stack, blame the innermost line only if the thread was computing during the
+        # stall.
         used_s = self._cpu_s() - self._turned_cpu_s
         if guilty is None and used_s >= still_s / 2:
             guilty = stack[0]
@@ -422,19 +429,19 @@ _SWITCH_INTERVAL_S = 0.0001
 
 
 def _is_user_code(frame: FrameType) -> bool:
-    """Return True for code that is neither agentloop's nor of an installed package."""
+    """Return True for code that belongs neither to agentloop nor to an installed package."""
     name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-    is_ours = name == "__main__" or name.startswith("agentloop")  # the core and its parts
+    is_ours = name == "__main__" or name.startswith("agentloop")  # the core and its optional packages
     return not is_ours and not file.startswith(("<", *_LIBRARIES))
 
 
 def tune_interpreter() -> None:
-    """Set up the interpreter for a busy event loop. Call it once, at the end of start-up."""
-    # A full collection visits every object: modules, templates and tokenizers alone cost 0.2 to 0.6 s in which the
-    # event loop does nothing else, several times a second under load.
+    """Configure the interpreter for a busy event loop. Call it once, at the end of start-up."""
+    # A full garbage collection visits every object. Modules, templates and tokenizers alone would block the event
+    # loop for 0.2 to 0.6 s, several times a second under load.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    # sqlite3 releases the GIL at each statement, and next to a busy event loop a thread gets it back only after one
-    # switch interval: at Python's 5 ms, a transaction of 300 statements takes more than a second.
+    # sqlite3 releases the GIL at each statement, and a thread next to a busy event loop reacquires it only after
+    # one switch interval. With Python's default of 5 ms, a transaction of 300 statements takes more than a second.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

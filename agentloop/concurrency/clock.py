@@ -1,8 +1,8 @@
-"""Time as something passed in, so that a test can own it.
+"""Injected time, so that tests can control it.
 
-Code that waits takes a `Clock`. In production that is `RealClock()`. In a test of hours it is a `VirtualClock`,
-which brings its own event loop: time stands still while any task can run, and jumps to the next timer when none
-can. `asyncio.sleep`, `asyncio.timeout` and `loop.time` follow it too, so deadlines expire in virtual time.
+Code that waits takes a `Clock`: `RealClock()` in production, or a `VirtualClock` in tests that simulate hours. A
+`VirtualClock` has its own event loop: its time is constant while any task can run, and jumps to the next timer when
+no task can. `asyncio.sleep`, `asyncio.timeout` and `loop.time` use it, too, so deadlines expire in virtual time.
 
     def test_an_hour() -> None:          # a plain function: the clock brings the loop
         clock = VirtualClock()
@@ -13,9 +13,9 @@ can. `asyncio.sleep`, `asyncio.timeout` and `loop.time` follow it too, so deadli
 
         assert clock.run(main()) == 3600.0
 
-Runs are deterministic: the same coroutines wake in the same order at the same times. What happens outside the
-loop does not hold time back: no sockets, subprocesses or `asyncio.to_thread` inside a virtual run. A run in which
-every task waits and no timer is set can never go on; `run` raises RuntimeError instead of hanging.
+Runs are deterministic: the same coroutines wake in the same order at the same times. Virtual time does not wait for
+work outside the loop, so do not use sockets, subprocesses or `asyncio.to_thread` in a virtual run. If every task
+waits and no timer is set, `run` raises RuntimeError instead of hanging.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Clock(Protocol):
     """A source of time."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary moment; never goes back."""
+        """Return the seconds since an arbitrary moment. The value never decreases."""
 
     async def sleep(self, seconds: float) -> None:
-        """Return `seconds` later; 0 lets other tasks run."""
+        """Sleep for `seconds`; 0 lets other tasks run."""
 
 
 class RealClock:
@@ -54,7 +54,7 @@ class RealClock:
 
 
 class SteadyTime:
-    """Seconds since 1970 that pass as a monotonic clock does. The wall clock is read once."""
+    """The Unix time in seconds, advanced by a monotonic clock. The wall clock is read only once."""
 
     def __init__(self, wall_s: Callable[[], float], now: Callable[[], float]) -> None:
         self._now = now
@@ -64,12 +64,12 @@ class SteadyTime:
         return self._at_0 + self._now()
 
     def not_before(self, unix_s: float) -> None:
-        """Continue from `unix_s` at the earliest, the time of an earlier write."""
+        """Move the time forward to `unix_s`, the time of an earlier write, if it is behind."""
         self._at_0 = max(self._at_0, unix_s - self._now())
 
 
 class Stopwatch:
-    """The microseconds since a trajectory began. It may have begun in another process."""
+    """The microseconds since the start of a trajectory, which may have started in another process."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Stopwatch:
         wall_s: Callable[[], float] = time.time,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`began_at` is in seconds since 1970; None: now."""
+        """`began_at` is the Unix time of the start in seconds; None: now."""
         wall = wall_s()
         self.began_at = wall if began_at is None else began_at
         self._now = now
@@ -87,12 +87,12 @@ class Stopwatch:
         return self.at(self._now())
 
     def at(self, now_s: float) -> int:
-        """Return the microseconds at a moment of the monotonic clock."""
+        """Return the microseconds at the time `now_s` of the monotonic clock."""
         return max(round((now_s - self._began) * 1e6), 0)
 
 
 class VirtualClock:
-    """A clock that starts at 0 and jumps to the next timer whenever nothing can run."""
+    """A clock that starts at 0 and jumps to the next timer whenever no task can run."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -102,19 +102,18 @@ class VirtualClock:
         return self._now_s
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep as `Clock.sleep`. Raises RuntimeError on another loop than this clock's, which would wait in real
-        time."""
+        """Sleep in virtual time. Raises RuntimeError on any other event loop, which would sleep in real time."""
         if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("a VirtualClock sleeps only inside its own run()")
+            raise RuntimeError("VirtualClock.sleep works only inside its own run(): this is another event loop")
         await asyncio.sleep(seconds)
 
     def advance(self, seconds: float) -> None:
-        """Move time by hand, for synchronous code under test; inside a run, timers passed over fire next."""
+        """Advance time manually, for tests of synchronous code. Inside a run, expired timers fire next."""
         self._now_s += seconds
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run `main` in a new event loop under this clock, and close the loop. Time continues from where it stands,
-        so a clock can run several times."""
+        """Run `main` in a new event loop with this clock, and close the loop. Can be called several times: time
+        continues from its current value."""
         with asyncio.Runner(loop_factory=self._new_loop) as runner:
             try:
                 return runner.run(main)
@@ -128,7 +127,7 @@ class VirtualClock:
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock  # before super(), which may ask for the time
+        self._clock = clock  # set before super().__init__, which may call time()
         super().__init__(_VirtualSelector(clock))
 
     def time(self) -> float:
@@ -137,14 +136,15 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Set a timer. One within the loop's resolution would fire before its time, and time might never move."""
+        """Set a timer."""
+        # The loop runs timers within its resolution early. Virtual time would then not advance, possibly forever.
         now = self.time()
         at = max(when, now + _MIN_TIMER_S) if when > now else when
         return super().call_at(at, callback, *args, context=context)
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """The loop asks its selector to wait exactly when it has nothing to run: the moment to move time."""
+    """Advances virtual time instead of waiting: the loop calls `select` with a timeout only if no task can run."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -155,6 +155,6 @@ class _VirtualSelector(selectors.DefaultSelector):
         if ready or timeout == 0:
             return ready
         if timeout is None:
-            raise RuntimeError("virtual time cannot go on: every task waits and no timer is set")
+            raise RuntimeError("virtual time cannot advance: every task waits and no timer is set")
         self._clock.advance(timeout)
         return ready

@@ -1,1 +1,1 @@
-"""The interface of an engine, and the state machines that every engine shares."""
+"""The engine interface, and the state machines that all engines share."""

@@ -1,8 +1,8 @@
-"""The adapters that an engine serves by name: their versions, and the calls in flight that pin these.
+"""The table of adapters that an engine serves by name, with their versions and the calls in flight that use them.
 
-Every engine uses this table. Invariants: a call has one version from its admission to its end; a version that was
-replaced or unloaded is held until its last call has ended; there are at most `max_loras` names, and in all twice as
-many versions. Errors name no other adapter: other users read them in reports and in the status.
+Invariants: a call uses one version from its admission to its end; a replaced or unloaded version stays loaded until
+its last call ends; there are at most `max_loras` names and twice as many versions. Error messages contain no names
+of other adapters, because other users read them in reports and in the status.
 """
 
 from __future__ import annotations
@@ -20,62 +20,69 @@ class HeldAdapter:
     """A version of an adapter in an engine."""
 
     adapter: Adapter
-    number: int  # an engine gives it once
-    num_calls: int = 0  # in flight
+    number: int  # unique within the engine
+    num_calls: int = 0  # calls in flight
 
 
 class HeldAdapters:
-    """All that one engine holds. Synchronous; the engine loads and frees them, one at a time."""
+    """The loaded adapters of one engine. Synchronous; the engine loads and frees adapters, one at a time."""
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
         self._served: dict[str, HeldAdapter] = {}
-        self._older: list[HeldAdapter] = []  # for their calls only
+        self._older: list[HeldAdapter] = []  # replaced or unloaded versions, until their calls end
         self._numbers = itertools.count(1)
 
     def serving(self, adapter: Adapter) -> Adapter | None:
-        """Return the served adapter of this name if it has this version and no other digest, else None."""
+        """Return the served adapter with this name and version, if its digest does not differ, else None."""
         held = self._served.get(adapter.name)
         if held is None or held.adapter.version != adapter.version:
             return None
         return held.adapter if adapter.digest in ("", held.adapter.digest) else None
 
     def new(self, adapter: Adapter) -> HeldAdapter:
-        """Make a version that is not served yet. Raises AdaptersFull. Call `take_unused` before."""
+        """Return a new version that is not served yet. Call `take_unused` before. Raises AdaptersFull."""
         served, older = self._served, self._older
         if adapter.name not in served and len(served) >= self._max_loras:
-            raise AdaptersFull(f"all {self._max_loras} places have adapters", param="name")
+            raise AdaptersFull(
+                f"the engine serves at most {self._max_loras} adapters: unload one of them", param="name"
+            )
         if len(served) + len(older) >= 2 * self._max_loras:
-            raise AdaptersFull(f"calls in flight pin {len(older)} older versions", param="name")
+            raise AdaptersFull(
+                f"calls in flight still use {len(older)} older adapter versions: retry when they have ended",
+                param="name",
+            )
         return HeldAdapter(adapter, next(self._numbers))
 
     def serve(self, held: HeldAdapter) -> None:
-        """Give `held` to the calls that begin from now on."""
+        """Use `held` for all calls that begin from now on."""
         self._set_aside(held.adapter.name)
         self._served[held.adapter.name] = held
 
     def retire(self, name: str) -> None:
-        """Serve no version of a name. Raises AdapterInUse while calls are in flight under one."""
-        of_name = [held for held in (*self._served.values(), *self._older) if held.adapter.name == name]
-        num_calls = sum(held.num_calls for held in of_name)
+        """Stop serving a name. Raises AdapterInUse while calls in flight use any of its versions."""
+        versions = [held for held in (*self._served.values(), *self._older) if held.adapter.name == name]
+        num_calls = sum(held.num_calls for held in versions)
         if num_calls:
-            raise AdapterInUse(f"{num_calls} calls are in flight under the adapter", param="name")
+            raise AdapterInUse(
+                f"{num_calls} calls in flight use the adapter: retry when they have ended", param="name"
+            )
         self._set_aside(name)
 
     def take_unused(self) -> list[HeldAdapter]:
-        """Take out the versions that are not served and have no calls; the engine frees them."""
+        """Remove and return the versions that are not served and have no calls. The engine frees them."""
         unused = [held for held in self._older if not held.num_calls]
         self._older = [held for held in self._older if held.num_calls]
         return unused
 
     def pin(self, request: GenerateRequest) -> HeldAdapter:
-        """Count a call that begins under the served version of its adapter.
+        """Assign a new call to the served version of its adapter, and count it.
 
-        Raises ModelNotFound, or WeightVersionNotServed if it does not accept that version.
+        Raises ModelNotFound, or WeightVersionNotServed if the call does not accept that version.
         """
         held, demand = self._served.get(request.adapter), request.sampling.weight_version
         if held is None:
-            raise ModelNotFound(f"the engine serves no adapter {request.adapter}", param="model")
+            raise ModelNotFound(f"adapter {request.adapter!r} is not loaded in the engine", param="model")
         if demand is not None:
             demand.check(held.adapter.version)
         held.num_calls += 1

@@ -1,9 +1,9 @@
-"""Checks that find weights which arrived intact and still break the model: NaN or uniform logits.
+"""Detection of weights that were transferred correctly but break the model (NaN or uniform logits).
 
-Checksums cannot find them: a layer multiplied by 1e30 passes each one. After a commit an engine runs
-`canary_request` before any other request, and refuses the weights if `find_weight_fault` finds a fault in the
-answer. A replica whose generations stay at the logprob of a uniform choice reports that (`UniformLogprobWatch`, an
-entry of `degraded`).
+Checksums cannot detect them: they also match if the trainer multiplied a layer by 1e30. After a commit an engine
+runs `canary_request` before any other request, and refuses the weights if `find_weight_fault` returns a fault. A
+replica whose generations stay at the logprob of a uniform distribution reports it in `degraded`
+(`UniformLogprobWatch`).
 """
 
 from __future__ import annotations
@@ -15,49 +15,47 @@ from agentloop.engine.interface import EngineInfo
 from agentloop.types import GenerateRequest, Generation, SamplingParams
 
 CANARY_PREFIX = "/canary-"
-"""Request ids with this prefix run before all others (`engines/*/scheduler.py`). No user's request has it: its id
-begins with that of a rollout or a session, which holds no slash."""
+"""Requests with this id prefix are scheduled first (`engines/*/scheduler.py`). Ids of user requests
+begin with the id of a rollout or session, which contains no slash."""
 
 _MIN_DEADLINE_S = 10.0
 _MAX_DEADLINE_S = 50.0  # below the fleet's `resume_timeout_s`, so that the engine reports the reason
-_STEPS_ALLOWED = 8  # the canary needs one step; the others allow for a busy host
+_STEPS_ALLOWED = 8  # the canary needs one step; the others are a margin for a busy host
 
-_NUM_PROMPT_TOKENS = 4  # less than a KV block, the sampled token included: the prefix cache keeps none of it
-_TOLERANCE = 1e-3  # nats; uniform logits give -ln(vocabulary) up to rounding in float32
+_NUM_PROMPT_TOKENS = 4  # prompt and sampled token are shorter than a KV block, so the prefix cache stores nothing
+_TOLERANCE = 1e-3  # nats; uniform logits yield -ln(vocabulary) up to float32 rounding
 _NUM_IN_A_ROW = 16  # generations; a good model samples a token at the uniform logprob about once in thousands
 
 
 def canary_deadline_s(slow_step_s: float) -> float:
-    """Return the deadline of a canary check, in seconds from the resume.
+    """Return the deadline of a canary check in seconds after the resume.
 
-    `slow_step_s`: the duration of the engine's slowest recent step.
+    `slow_step_s` is the duration of the engine's slowest recent step.
     """
     return min(max(_MIN_DEADLINE_S, _STEPS_ALLOWED * slow_step_s), _MAX_DEADLINE_S)
 
 
 def canary_request(info: EngineInfo) -> GenerateRequest:
-    """Return the fixed prompt that tests new weights; its answer is one token."""
+    """Return the request that tests new weights: a fixed prompt and one sampled token."""
     sampling = SamplingParams(max_tokens=1, num_top_logprobs=1)
     prompt = tuple(range(min(_NUM_PROMPT_TOKENS, info.vocab_size)))
     return GenerateRequest(CANARY_PREFIX + uuid.uuid4().hex, prompt, sampling, _MAX_DEADLINE_S)
 
 
 def find_weight_fault(answer: Generation, vocab_size: int) -> str | None:
-    """Return the fault of weights that gave this answer to `canary_request`, or None.
-
-    The likeliest token has the uniform logprob only if all tokens have it.
-    """
+    """Return the fault of the weights that produced this answer to `canary_request`, or None."""
     tops = [logprob for alternatives in answer.top_logprobs for _, logprob in alternatives]
     logprobs = [*answer.logprobs, *tops]
     if not tops or not all(map(math.isfinite, logprobs)):
         return "the logits of a fixed prompt are not finite"
+    # The most likely token has the uniform logprob only if all tokens have it.
     if max(logprobs) <= _TOLERANCE - math.log(vocab_size):
         return "the logits of a fixed prompt are all equal"
     return None
 
 
 class UniformLogprobWatch:
-    """Counts an engine's latest generations in a row that end at the logprob of a uniform choice."""
+    """Counts an engine's consecutive generations whose last token has the logprob of a uniform distribution."""
 
     def __init__(self) -> None:
         self._num_uniform = 0
@@ -68,7 +66,7 @@ class UniformLogprobWatch:
         return self._num_uniform >= _NUM_IN_A_ROW
 
     def see(self, generation: Generation, vocab_size: int) -> None:
-        """Count a generation; one without tokens changes nothing."""
+        """Count a generation. A generation without tokens has no effect."""
         for logprob in generation.logprobs[-1:]:
             is_uniform = not math.isfinite(logprob) or abs(logprob + math.log(vocab_size)) <= _TOLERANCE
             self._num_uniform = self._num_uniform + 1 if is_uniform else 0

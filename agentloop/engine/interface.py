@@ -1,20 +1,20 @@
-"""The engine port: what the service asks of an inference engine, in two Protocols, and the values that cross it.
+"""The interface between the service and inference engines.
 
-`TokenEngine` is what generation needs, `EngineControl` what the weight controller needs; a replica owns the whole
-`Engine`. Adapters live with their vendor (`agentloop_servers/engines/`); `agentloop/simulation/` ships one without
-a model. The rules that all adapters share are in `engine/lifecycle.py`. One contract suite (`tests/contract/`)
-proves every engine:
+Generation uses `TokenEngine`, the weight controller uses `EngineControl`, and a replica owns the complete `Engine`.
+Implementations are in `agentloop_servers/engines/`; `agentloop/simulation/` has one without a model. The rules that
+they share are in `engine/lifecycle.py`. One contract test suite (`tests/contract/`) checks for every engine:
 
-- prompt ids go in exactly, sampled ids come out exactly, the stop token included; one logprob an id, under the
-  distribution that its `logprobs_mode` names; version spans tile the ids;
-- `pause` and `resume` are idempotent; a pause(KEEP) loses, repeats and changes no token; `abort` works while
+- the engine receives exactly the prompt ids and returns exactly the sampled ids, including the stop token, with one
+  logprob per id under the distribution of its `logprobs_mode`; version spans cover the ids without gaps;
+- `pause` and `resume` are idempotent; a pause(KEEP) neither loses, repeats nor changes a token; `abort` works while
   paused; a request sent while paused is held until the resume or refused with `EnginePaused`, never lost;
-- a cancelled `generate` aborts in the engine;
-- a request that does not accept the served version is refused, and ended by a commit of another (`VersionDemand`);
+- a cancelled `generate` aborts the request in the engine;
+- a request that does not accept the served version (`VersionDemand`) is refused, and a commit of a version that it
+  does not accept ends it;
 - a failed `commit` raises `WeightUpdateFailed` and leaves `is_usable` false until a later commit succeeds;
-- `sleep` gives memory back and loses no request: those in flight freeze, and go on after `wake` and `resume`;
-- the same prompt before and after an update shares KV only if `GenerateRequest.kv_version` says so;
-- a call under an adapter has one version of it from its admission to its end, and shares KV with that alone.
+- `sleep` releases memory and loses no request: requests in flight freeze, and continue after `wake` and `resume`;
+- equal prompts before and after an update share KV only if `GenerateRequest.kv_version` allows it;
+- a call with an adapter uses one version of it from admission to end, and shares KV only with that version.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from agentloop.values.sampling import LogprobsMode
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The facts of an engine that are fixed at its start."""
+    """The properties of an engine that are fixed at its start."""
 
     name: str  # "vllm", "simulated", ...
     max_context_tokens: int
@@ -51,29 +51,29 @@ class EngineInfo:
     block_size: int
     kv_capacity_tokens: int
     max_running: int
-    num_workers: int = 1  # processes that hold weights: tensor-parallel size times data-parallel size
-    weight_dtype: str | None = None  # "bfloat16", ...: the type weights are computed in; None: it has none
+    num_workers: int = 1  # processes with weights: tensor-parallel size times data-parallel size
+    weight_dtype: str | None = None  # compute dtype of the weights, such as "bfloat16"; None without a model
     can_sleep: bool = False
-    features: frozenset[Feature] = SAMPLING  # what requests may ask of it
-    lora_rank: int | None = None  # the largest of an adapter; None: it serves none
-    max_loras: int | None = None  # adapters that it serves by name; None: none
+    features: frozenset[Feature] = SAMPLING  # features that requests may use
+    lora_rank: int | None = None  # maximum rank of an adapter; None: adapters are not supported
+    max_loras: int | None = None  # maximum number of adapters served by name; None: not supported
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
-    quantization: str = ""  # of the weights that it computes with; empty: none
+    quantization: str = ""  # quantization of the weights during computation; empty if not quantized
 
     @property
     def can(self) -> Capabilities:
-        """The engine's features and context length, as placement compares them with a request's needs."""
+        """The engine's features and context length, which placement compares with a request's requirements."""
         return Capabilities(bits_of(self.features), self.max_context_tokens)
 
     @property
     def takes_images(self) -> bool:
-        """True if the model sees `GenerateRequest.images`."""
+        """True if the model accepts `GenerateRequest.images`."""
         return Feature.IMAGES in self.features
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint: its name, its dtype ("bfloat16", "float32", ...) and its whole shape."""
+    """One tensor of a checkpoint: name, dtype ("bfloat16", "float32", ...) and unsharded shape."""
 
     name: str
     dtype: str
@@ -81,18 +81,18 @@ class TensorInfo:
 
 
 class TensorNames(StrEnum):
-    """The naming of a push's tensors."""
+    """The naming of the tensors in a push."""
 
-    CHECKPOINT = "checkpoint"  # the names and shapes of the model's safetensors files
-    RUNTIME = "runtime"  # the parameters of one engine worker, for the same worker of an equal engine
+    CHECKPOINT = "checkpoint"  # names and shapes of the model's safetensors files
+    RUNTIME = "runtime"  # parameters of an engine worker, for the worker of the same rank in an equal engine
 
 
 @dataclass(frozen=True, slots=True)
 class PushSource:
     """A process that holds weights and listens for the engines' workers (`weight_transfer/protocol.py`).
 
-    `addresses` ("host:port") has one entry, or one for each worker of a replica, in the order of their ranks. Where
-    connections are encrypted, `certificates` has that of each address, in PEM.
+    `addresses` ("host:port") has one entry, or one per worker of a replica in order of rank. For encrypted
+    connections, `certificates` has the PEM certificate of each address.
     """
 
     addresses: tuple[str, ...]
@@ -100,30 +100,31 @@ class PushSource:
     tensors: tuple[TensorInfo, ...]
     names: TensorNames = TensorNames.CHECKPOINT
     certificates: tuple[str, ...] = ()
-    num_receivers: int = 0  # workers that it waits for; this and what follows is filled in by `ReplicaSync`
-    num_optional: int = 0  # workers that may come beside these, and are not waited for
-    is_optional: bool = False  # the receiver of this value is one of those
+    # `ReplicaSync` sets the following fields.
+    num_receivers: int = 0  # workers that the source waits for
+    num_optional: int = 0  # further workers that may connect, for which the source does not wait
+    is_optional: bool = False  # the receiver of this value is an optional one
 
 
 class GroupBackend(StrEnum):
-    """The way in which tensors of a trainer's own group reach the workers."""
+    """The transport of tensors from a trainer's own group to the workers."""
 
-    VLLM = "vllm"  # NCCL, as vLLM's trainer helper sets it up; gloo where the engine has no GPU
-    NCCL = "nccl"  # NCCL, as a process group of torch.distributed sets it up
+    VLLM = "vllm"  # NCCL as set up by vLLM's trainer helper; gloo if the engine has no GPU
+    NCCL = "nccl"  # NCCL as set up by a torch.distributed process group
     GLOO = "gloo"
     IPC = "ipc"  # no group: each part has handles of memory on the workers' own GPUs
 
 
 class Packing(StrEnum):
-    """The broadcasts of a part's tensors, which lie in their order, without gaps."""
+    """The packing of a part's tensors into broadcasts, in order and without gaps."""
 
-    PLAIN = "plain"  # one for each tensor
-    PACKED = "packed"  # vLLM's: one for each run of tensors that first exceeds `buffer_bytes`
-    FLAT = "flat"  # one for all: SGLang's flattened bucket
+    PLAIN = "plain"  # one broadcast per tensor
+    PACKED = "packed"  # vLLM's: one broadcast per run of tensors that first exceeds `buffer_bytes`
+    FLAT = "flat"  # one broadcast of all tensors: SGLang's flattened bucket
 
 
 class GroupInit(msgspec.Struct, frozen=True, tag=True):
-    """A trainer's broadcast group: rank 0 is the trainer, and workers have the ranks from `rank_offset` on."""
+    """A trainer's broadcast group. The trainer is rank 0; the workers' ranks begin at `rank_offset`."""
 
     name: str
     backend: GroupBackend
@@ -131,48 +132,48 @@ class GroupInit(msgspec.Struct, frozen=True, tag=True):
     master_port: int = 0
     rank_offset: int = 1
     world_size: int = 0
-    packing: Packing = Packing.PLAIN  # of parts that do not say, as `buffer_bytes`
+    packing: Packing = Packing.PLAIN  # the default of parts, as is `buffer_bytes`
     buffer_bytes: int = 0
 
 
 class TransferPart(msgspec.Struct, frozen=True, tag=True):
-    """Tensors that rank 0 of a group broadcasts, or that `handles` name, which are IPC's as vLLM pickles them."""
+    """Tensors that rank 0 of a group broadcasts, or that are in shared memory (`handles`)."""
 
     group: str
-    tensors: tuple[TensorInfo, ...]  # none, from a trainer: those of the group's last part
-    packing: Packing | None = None  # None: the group's
+    tensors: tuple[TensorInfo, ...]  # empty, from a trainer: the tensors of the group's last part
+    packing: Packing | None = None  # None: the group's packing
     buffer_bytes: int = 0
-    handles: bytes = b""
-    version: int | None = None  # that the transfer becomes, if its end does not say
-    transfer_id: str = ""  # filled in by the coordinator
+    handles: bytes = b""  # IPC handles in vLLM's pickled form
+    version: int | None = None  # the version of the transfer, unless the end of the transfer names one
+    transfer_id: str = ""  # set by the coordinator
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
-    """The end of a group and of its transfer."""
+    """Ends a group and its transfer."""
 
     name: str
 
 
 GroupOrder: TypeAlias = GroupInit | TransferPart | LeaveGroup
-"""An order to an engine's workers about a trainer's group."""
+"""A command about a trainer's group to an engine's workers."""
 
 
 class PullVersion(msgspec.Struct, frozen=True, tag=True):
-    """An order to a host: make a version of those in the folder `source`, and have the path `folder` lead to it."""
+    """A command to a host: assemble a version from the folder `source`, and link the path `folder` to it."""
 
     source: str
     folder: str
     version: int
-    base: str  # the checkpoint that is version 0 where the source has none
+    base: str  # the checkpoint used as version 0 if the source has no version 0
 
 
 TrainerOrder: TypeAlias = GroupOrder | PullVersion
-"""An order to a replica."""
+"""A trainer's command to a replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedSource:
-    """A run's published versions in a store: a directory or a URL of fsspec (docs/guides/contracts.md)."""
+    """A run's published versions in a directory or at an fsspec URL (docs/guides/contracts.md)."""
 
     store: str
     run: str
@@ -182,87 +183,82 @@ class PublishedSource:
 class WeightUpdate:
     """New weights for an engine, from exactly one source.
 
-    `directory` holds safetensors files in checkpoint names, a new directory for every version. `adapter` is a
-    directory with a LoRA adapter in the PEFT format, for the served base weights. `published` becomes a directory
-    of the replica's host before an engine stages it. `transfer` identifies parts of a trainer's group that the
-    replicas of `receivers` have received. `is_forced` weights are served even if they sample noise.
-
-    `digest` identifies the content (`engine/weight_digest.py`); it is empty while unknown. An engine refuses a
-    folder of another digest, and labels a peer's weights with it. With `is_probe` an engine stages nothing: it only
-    returns the folder's digest. Raises InvalidRequest for no or several sources, and a version beyond 63 bits.
+    Raises InvalidRequest unless there is exactly one source, and for a version that is not in [0, 2^63).
     """
 
     version: int
-    directory: str | None = None
+    directory: str | None = None  # safetensors files with checkpoint names; each version has its own directory
     push: PushSource | None = None
-    adapter: str | None = None
-    transfer: str | None = None
+    adapter: str | None = None  # directory of a LoRA adapter in the PEFT format, for the served base weights
+    transfer: str | None = None  # id of a transfer in a trainer's group, received by the replicas `receivers`
     receivers: tuple[str, ...] = ()
-    is_forced: bool = False
-    published: PublishedSource | None = None
+    is_forced: bool = False  # serve the weights without a canary check
+    published: PublishedSource | None = None  # converted to a directory on the replica's host before staging
+    # Identifies the content (`engine/weight_digest.py`); empty if unknown. An engine refuses a folder with a
+    # different digest, and labels weights received from a peer with it.
     digest: str = ""
-    is_probe: bool = False
+    is_probe: bool = False  # only return the folder's digest, without staging
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 63:
-            raise InvalidRequest(f"a version is in [0, 2^63): {self.version}", param="version")
+            raise InvalidRequest(f"a version must be in [0, 2^63), received {self.version}", param="version")
         sources = (self.directory, self.push, self.adapter, self.transfer, self.published)
-        if sum(source is not None for source in sources) != 1:
-            raise InvalidRequest("an update has one source: a directory, a push or an adapter", param="directory")
+        if (num_sources := sum(source is not None for source in sources)) != 1:
+            raise InvalidRequest(
+                f"an update has exactly one source (a directory, a push or an adapter), received {num_sources}",
+                param="directory",
+            )
 
     @property
     def is_repeatable(self) -> bool:
-        """True if an engine can still stage the update later: any but a push and a trainer's transfer."""
+        """True if an engine can stage the update again later: all updates except pushes and trainers' transfers."""
         return self.push is None and self.transfer is None
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A version of a LoRA adapter that is served by name. `directory` is in the PEFT format.
-
-    An engine that has to read the folder refuses one of another `digest`; an empty one accepts any.
-    """
+    """A version of a LoRA adapter that is served by name."""
 
     name: str
     version: int
-    directory: str
-    digest: str = ""
+    directory: str  # in the PEFT format
+    digest: str = ""  # an engine that reads the folder refuses a different digest; empty accepts any
 
 
 class HeldIn(StrEnum):
-    """The place where staged weights wait for their commit."""
+    """The staging device: where staged weights are stored until their commit."""
 
-    DEVICE = "device"  # beside the served ones, in the accelerator's memory
+    DEVICE = "device"  # in the accelerator's memory, in addition to the served weights
     HOST = "host"  # in (pinned) host memory
-    FILES = "files"  # in their files; the commit reads them
-    NOWHERE = "nowhere"  # one phase: the memory does not allow staging, so the commit transfers
+    FILES = "files"  # in their files, which the commit reads
+    NOWHERE = "nowhere"  # blocking update: the memory is too small for staging, so the commit transfers the weights
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """The result of a stage. `transfer_ms`: from the first byte to the last, 0 if the commit transfers."""
+    """The result of staging weights."""
 
     held_in: HeldIn
     transport: str  # "directory", "published", "nccl", "ipc", "shm", "adapter"
     num_bytes: int = 0
-    transfer_ms: float = 0.0
-    digest: str = ""  # of the source's tensors; empty if they arrive in the commit
+    transfer_ms: float = 0.0  # from the first to the last byte; 0 if the commit transfers
+    digest: str = ""  # digest of the source's tensors; empty if the commit transfers
 
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """The result of a commit, which ran while generation was frozen. Times are the slowest worker's."""
+    """The result of a commit. Times are those of the slowest worker, during which generation was frozen."""
 
     swap_ms: float = 0.0
     verify_ms: float = 0.0
-    num_verified: int = 0  # tensors or layers compared with what was staged
+    num_verified: int = 0  # tensors or layers compared with the staged ones
     num_unverified: int = 0
-    transfer_ms: float = 0.0  # one phase only
-    canary_ms: float = 0.0  # of the canary check, if the commit resumed the engine
+    transfer_ms: float = 0.0  # only in a blocking update
+    canary_ms: float = 0.0  # duration of the canary check, if the commit resumed the engine
 
 
 class MemoryTag(StrEnum):
-    """A part of memory that a sleeping engine can take back on its own."""
+    """A part of a sleeping engine's memory that can be woken independently."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -273,173 +269,170 @@ ALL_MEMORY = frozenset(MemoryTag)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a streamed generation: all pieces, concatenated, have the `Generation`'s ids and logprobs."""
+    """A piece of a streamed generation. All pieces concatenate to the ids and logprobs of the `Generation`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    weight_versions: tuple[WeightVersionSpan, ...]  # offsets within this piece
-    top_logprobs: TopLogprobs = ()  # this and the following as in `Generation`
+    weight_versions: tuple[WeightVersionSpan, ...]  # offsets are relative to this piece
+    top_logprobs: TopLogprobs = ()  # this and the following fields are documented in `Generation`
     raw_logprobs: tuple[float, ...] = ()
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A report on a request under way: its tokens since the last report.
-
-    `standstill_s`: the seconds since the request's start in which its engine was frozen.
-    """
+    """A progress report of a running request, with the tokens since the last report."""
 
     tokens: Delta
-    standstill_s: float = 0.0
+    standstill_s: float = 0.0  # seconds since the request's start during which its engine was frozen
 
 
 OnProgress = Callable[[Progress], None]
-"""A caller's function for reports. An exception of it ends the request, and is raised by the call."""
+"""A caller's callback for progress reports. If it raises, the request ends and the call raises its exception."""
 
 
 class TokenEngine(Protocol):
-    """An engine as generation uses it: token ids in, token ids out."""
+    """The part of an engine that generation uses: token ids in, token ids out."""
 
     @property
     def info(self) -> EngineInfo:
-        """Fixed facts. Valid after `start`."""
+        """The engine's fixed properties. Valid after `start`."""
 
     @property
     def weight_version(self) -> int | None:
-        """The version new tokens are sampled under; None while it is unknown (see `is_usable`)."""
+        """The weight version with which new tokens are sampled; None while it is unknown (see `is_usable`)."""
 
     @property
     def is_usable(self) -> bool:
-        """False while weights are dummy, discarded by a sleep(2), or of unknown state after a failed commit."""
+        """False while weights are dummy, discarded by a sleep(2), or in an unknown state after a failed commit."""
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
-        """Return each image's tokens, which depend on its file alone.
+        """Return each image's tokens, which depend only on its file.
 
-        Works while paused. Raises UnsupportedParameter if the engine takes no images, InvalidRequest for a file
+        Works while paused. Raises UnsupportedParameter if the engine takes no images, and InvalidRequest for a file
         that it cannot read.
         """
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """Sample until the request stops. Waits out a pause.
+        """Sample until the request stops. Waits during a pause. A cancelled call aborts the request.
 
-        `on_progress` is called every few seconds with the new tokens, which may be none: not before the first
-        interval, nor after the end. Raises ContextLengthExceeded or InvalidRequest (bad ids, no room for one
-        token), ModelNotFound (no such adapter), EngineUnusable, EngineLost, EnginePaused, DeadlineExceeded,
-        WeightVersionNotServed. A cancelled call aborts the request.
+        `on_progress` is called every few seconds with the new tokens (possibly none), first after one interval, and
+        not at the end. Raises ContextLengthExceeded, InvalidRequest (bad ids, no space for one token),
+        ModelNotFound (unknown adapter), EngineUnusable, EngineLost, EnginePaused, DeadlineExceeded or
+        WeightVersionNotServed.
         """
 
     def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
     ) -> AsyncIterator[Delta | Generation]:
-        """Sample as `generate` does, in pieces, the last one the whole `Generation`. Reports have no tokens."""
+        """Like `generate`, but yield pieces and then the complete `Generation`. Progress reports have no tokens."""
 
     async def abort(self, request_id: str) -> None:
-        """End a request now: its call returns the tokens so far and FinishReason.ABORT. Unknown id: no-op."""
+        """End a request: its call returns the tokens so far with FinishReason.ABORT. No-op for an unknown id."""
 
     def load(self) -> Load:
-        """Return the load now. Never blocks."""
+        """Return the current load. Never blocks."""
 
 
 class TrainerFollower(Protocol):
-    """An engine as a trainer's own broadcast group uses it."""
+    """The part of an engine that a trainer's own broadcast group uses."""
 
     async def follow_trainer(self, order: TrainerOrder) -> None:
-        """Join a trainer's group, receive a part of its transfer while decoding goes on, or leave the group.
+        """Join a trainer's group, receive a part of its transfer while decoding continues, or leave the group.
 
-        The first part of a transfer drops what was staged before; `stage` then takes all parts. Raises
-        CheckpointUnreadable (the part does not fit, or does not arrive) and what `stage` raises.
+        The first part of a transfer drops previously staged weights; `stage` then uses all parts. Raises
+        CheckpointUnreadable (the part does not match the model, or does not arrive) and the errors of `stage`.
         """
 
 
 class AdapterServer(Protocol):
-    """An engine as adapters by name are pushed to it. Nothing pauses for them."""
+    """The part of an engine to which adapters are pushed by name. Decoding does not pause for them."""
 
     async def load_adapter(self, adapter: Adapter) -> StageReport:
-        """Serve a version to the calls that begin from now on. Idempotent for the version that is served.
+        """Serve an adapter version to all calls that begin from now on. Idempotent for the served version.
 
-        Calls in flight end under the version they began with. `directory` is not read after the return. Raises
-        CheckpointUnreadable (form, base, rank), AdaptersFull, Conflict (the weights are asleep) or EngineError, and
-        what is served then stays.
+        Calls in flight keep the version with which they began. `directory` is not read after the return. Raises
+        CheckpointUnreadable (format, base, rank), AdaptersFull, Conflict (the weights are asleep) or EngineError;
+        the previously served version then stays.
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no more. Unknown: no-op. Raises AdapterInUse while calls are in flight under it."""
+        """Unload an adapter. No-op for an unknown name. Raises AdapterInUse while calls in flight use it."""
 
 
 class EngineControl(TrainerFollower, AdapterServer, Protocol):
-    """An engine as the weight controller uses it: pauses, weight updates and sleep."""
+    """The part of an engine that the weight controller uses: pauses, weight updates and sleep."""
 
     @property
     def weight_version(self) -> int | None:
-        """As in `TokenEngine`."""
+        """See `TokenEngine`."""
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
-        """Freeze generation; returns once no token can be sampled any more. Idempotent.
+        """Freeze generation, and return when no more tokens can be sampled. Idempotent.
 
-        A second pause may tighten the first: ABORT ends frozen requests, RECOMPUTE drops KV; WAIT after a completed
-        pause changes nothing. Raises Conflict if a resume ends a WAIT. Under RECOMPUTE the KV of requests in flight
-        and the prefix cache are dropped. After a commit under FRESH or RECOMPUTE no request that begins uses older
-        KV, whatever its `kv_version` says.
+        A second pause may be stricter: ABORT ends frozen requests, RECOMPUTE drops KV; WAIT after a completed pause
+        has no effect. Raises Conflict if a resume ends a WAIT. RECOMPUTE drops the KV of requests in flight and the
+        prefix cache. After a commit with FRESH or RECOMPUTE, new requests use no older KV, even if their
+        `kv_version` allows it.
         """
 
     async def resume(self) -> float:
         """End a pause. Idempotent. Raises Conflict while memory is asleep.
 
-        The first resume after a commit runs the canary check: the engine answers a fixed prompt before it releases
-        any token. Returns the seconds of the check, else 0. Raises WeightsRefused if the logits are broken,
-        WeightUpdateFailed without one; the engine is then as after a failed commit.
+        The first resume after a commit runs the canary check before any token is released. Returns the duration of
+        the check in seconds, else 0. Raises WeightsRefused if the logits are broken, and WeightUpdateFailed if the
+        check has no result; the engine's state is then that after a failed commit.
         """
 
     async def drain_pinned(self, version: int, grace_s: float) -> None:
-        """Wait, `grace_s` at most, while a request in flight does not accept `version`; not in a frozen engine.
+        """Wait up to `grace_s` seconds for requests in flight that do not accept `version`, unless frozen.
 
-        All others go on. The commit of `version` then ends those that are left, as `abort` does.
+        Other requests continue. The commit of `version` aborts the remaining requests that do not accept it.
         """
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        """Receive and check new weights beside the served ones, while decoding goes on.
+        """Receive and check new weights in addition to the served ones, while decoding continues.
 
-        Drops what was staged before. Raises CheckpointUnreadable (the new weights do not fit, or do not arrive) or
-        Conflict (the served ones are asleep); the engine then serves on. A cancelled stage leaves nothing running.
+        Drops previously staged weights. Raises CheckpointUnreadable (the new weights do not match the model, or do
+        not arrive) or Conflict (the served weights are asleep); the engine then continues to serve. Cancellation
+        leaves no running work.
         """
 
     async def commit(self, version: int, *, resumes: bool = False) -> CommitReport:
         """Swap in the staged weights, verify them, and set `version`. The engine must be paused.
 
-        With `resumes` this is also the `resume` that follows, without a round trip between the two. Raises Conflict
-        (not paused, asleep, or another version staged) or WeightUpdateFailed, after which the engine is not usable
-        until a later commit succeeds; with `resumes` what `resume` raises too.
+        With `resumes`, also resume, without a round trip in between. Raises Conflict (not paused, asleep, or
+        another version is staged), or WeightUpdateFailed, after which the engine is unusable until a commit
+        succeeds; with `resumes` also the errors of `resume`.
         """
 
     async def offer(self) -> PushSource | None:
-        """Offer the served weights for another engine to stage; None if this engine cannot send them.
+        """Return a peer source of the served weights for other engines; None if this engine cannot send them.
 
-        The offer ends with the next commit, or after a few minutes.
+        The source ends with the next commit, or after a few minutes.
         """
 
     async def sleep(self, level: int) -> None:
-        """Freeze as `pause(KEEP)` does and give memory back. Idempotent.
+        """Freeze like `pause(KEEP)` and release memory. Idempotent. No-op if the engine has ended.
 
-        Level 1 keeps the weights in host memory; level 2 discards them: the engine is unusable until a commit.
-        The KV of all requests is dropped, and computed again after the resume. A second sleep before the commit
-        that follows level 2 ends all requests with EngineUnusable. No-op if the engine has ended: it holds no
-        memory. Raises InvalidRequest if the engine cannot sleep.
+        Level 1 keeps the weights in host memory. Level 2 discards them: the engine is unusable until a commit, and
+        a second sleep before that commit ends all requests with EngineUnusable. The KV of all requests is dropped
+        and recomputed after the resume. Raises InvalidRequest if the engine cannot sleep.
         """
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
-        """Take memory back; the engine stays paused. Idempotent.
+        """Allocate memory again. The engine stays paused. Idempotent.
 
-        Raises Conflict for the KV cache while the weights, which fill it, are of unknown version.
+        Raises Conflict for the KV cache while the weight version is unknown.
         """
 
 
 class Engine(TokenEngine, EngineControl, Protocol):
-    """One engine, of one or many GPUs: a tensor-parallel or an expert-parallel group behind one interface."""
+    """One engine on one or several GPUs, such as a tensor-parallel or expert-parallel group."""
 
     @property
     def weight_digest(self) -> str:
-        """The digest of the weights of `weight_version` (`engine/weight_digest.py`); empty if it is not known."""
+        """The digest of the served weights (`engine/weight_digest.py`); empty if unknown."""
 
     @property
     def is_paused(self) -> bool:
@@ -447,13 +440,13 @@ class Engine(TokenEngine, EngineControl, Protocol):
 
     @property
     def asleep(self) -> frozenset[MemoryTag]:
-        """The memory that is given back at the moment; empty while awake."""
+        """The released memory; empty while awake."""
 
     async def start(self) -> None:
         """Load the model and serve. Call once, on the event loop of all later calls."""
 
     async def close(self) -> None:
-        """Stop the engine and free everything; requests in flight raise `EngineLost`. Idempotent."""
+        """Stop the engine and free its resources. Requests in flight raise `EngineLost`. Idempotent."""
 
     async def check_health(self) -> None:
-        """Raise EngineLost if the engine is dead; works while paused."""
+        """Raise EngineLost if the engine is dead. Works while paused."""

@@ -1,8 +1,7 @@
-"""The time of one request in an engine: when it has to end, and when its caller is told of its progress.
+"""Deadlines and progress reports of requests in an engine.
 
-Every adapter runs its requests under a `RequestWatch`. Time in which the engine is frozen, by a pause, an update or
-sleep, is no time of the request: it moves the deadline, and is told. A request that ends before the first report
-costs one timer.
+Every engine runs its requests under a `RequestWatch`. Time during which the engine is frozen (by a pause, an update
+or sleep) extends the deadline and is reported. A request that ends before its first report costs one timer.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from agentloop.types import FinishReason, GenerateRequest, Generation
 T = TypeVar("T")
 
 LATE_GRACE_S = 5.0
-"""How long an engine may take to end a request that is late."""
+"""Seconds that an engine has to abort a request after its deadline."""
 
-_MIN_PAUSE_S = 0.05  # between two checks of a deadline that a frozen engine moves
-_MIN_INTERVAL_S = 0.1  # between two reports
+_MIN_PAUSE_S = 0.05  # minimum interval between two checks of a deadline that a frozen engine extends
+_MIN_INTERVAL_S = 0.1  # minimum interval between two reports
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPace:
-    """The time between two reports of a request: `interval_s`, or the time of `num_tokens` if it is less."""
+    """The interval between two progress reports: `interval_s`, or the time to sample `num_tokens` if shorter."""
 
     interval_s: float = 2.0
     num_tokens: int = 256
 
     def next_s(self, num_new: int, elapsed_s: float) -> float:
-        """Return the time to the next report, after one of `num_new` tokens in `elapsed_s`."""
+        """Return the seconds to the next report, given `num_new` tokens in the last `elapsed_s` seconds."""
         if num_new == 0:
             return self.interval_s
         return min(self.interval_s, max(elapsed_s * self.num_tokens / num_new, _MIN_INTERVAL_S))
@@ -44,26 +43,26 @@ class ReportPace:
 
 @dataclass(frozen=True, slots=True)
 class StreamPace:
-    """The pace at which an engine's streams give out pieces together, each with all tokens since the last.
+    """Limits the rate of pieces of all streams of an engine by merging tokens into fewer pieces.
 
-    A piece costs its readers, up to the client, about 0.2 ms of an event loop, and an engine with 500 streams
-    samples 15,000 tokens a second. Few streams have a piece for every step.
+    Each piece costs the processes up to the client about 0.2 ms of an event loop, and an engine with 500 streams
+    samples 15,000 tokens per second. With few streams there is one piece per step.
     """
 
-    pieces_per_s: float = 2500.0
-    least_s: float = 0.005  # below that a stream has its pieces as they come
+    pieces_per_s: float = 2500.0  # total of all streams
+    least_s: float = 0.005  # shorter waits are skipped
     most_s: float = 0.25
 
     def wait_s(self, num_streams: int) -> float:
-        """Return the time between two pieces of one of `num_streams` streams; 0: no wait."""
+        """Return the seconds between two pieces of one stream if there are `num_streams`; 0 for no wait."""
         wait_s = min(num_streams / self.pieces_per_s, self.most_s)
         return wait_s if wait_s >= self.least_s else 0.0
 
 
 class RequestWatch:
-    """The timer of one request, as a context. Awaits within it go through `in_time`.
+    """A context manager with the timer of one request. Inside it, await through `in_time`.
 
-    Entered, it raises WeightVersionNotServed if the engine serves no version that the request accepts.
+    Entering raises WeightVersionNotServed if the request does not accept the served version.
     """
 
     def __init__(
@@ -76,10 +75,13 @@ class RequestWatch:
         tokens_from: Callable[[int], Delta] | None = None,
         end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`tokens_from` returns the tokens from an index on; None if the caller gets tokens in another way. `end`
-        aborts the request: one that `keeps_late` is then given out as it is."""
+        """`tokens_from` returns the tokens from an index on; None if progress reports need no tokens.
+
+        `end` aborts the request. At the deadline of a request with `keeps_late` it is called, and the tokens so far
+        are the result.
+        """
         self._request = request
-        # An adapter's version is demanded of the adapter, which no commit replaces (`HeldAdapters.pin`).
+        # With an adapter, the demand refers to the adapter's version (`HeldAdapters.pin`), which a commit keeps.
         self._demand = None if request.adapter else request.sampling.weight_version
         self._lifecycle = lifecycle
         self._pace = pace
@@ -87,21 +89,23 @@ class RequestWatch:
         self._tokens_from = tokens_from
         self._end = end
         self._loop = asyncio.get_running_loop()
-        self._is_held = lifecycle.phase is EnginePhase.DRAINING  # until the resume, whatever else comes
+        # A request that arrives during a drain waits until the resume, so the drain counts as frozen time.
+        self._is_held = lifecycle.phase is EnginePhase.DRAINING
         self._began_at = self._told_at = self._loop.time()
         self._stood_still_s = self._all_standstill_s
         self._num_told = 0
         self._scope: asyncio.Timeout | None = None
-        self._error: Exception | None = None  # raised by whatever is awaited next
+        self._error: Exception | None = None  # raised by the current or next await
         self._ending: asyncio.Task[None] | None = None
-        self._late_at = self._began_at + request.timeout_s  # of the next check of the deadline
+        self._late_at = self._began_at + request.timeout_s  # time of the next check of the deadline
         self._report_at = math.inf if on_progress is None else self._began_at + pace.interval_s
         self._timer: asyncio.TimerHandle | None = None
-        self._tick_at = math.inf  # not `timer.when()`: uvloop rounds it, and a timer due at once has none
+        # Not `timer.when()`: uvloop rounds it, and returns none for a timer due immediately.
+        self._tick_at = math.inf
 
     @property
     def standstill_s(self) -> float:
-        """Seconds in which the engine was frozen since the request came."""
+        """Seconds since the request's arrival during which the engine was frozen."""
         return self._all_standstill_s - self._stood_still_s
 
     def __enter__(self) -> RequestWatch:
@@ -118,7 +122,7 @@ class RequestWatch:
             self._ending.cancel()
 
     async def in_time(self, work: Awaitable[T]) -> T:
-        """Await a part of the request. Raises DeadlineExceeded, or what the caller's `on_progress` raised."""
+        """Await a part of the request. Raises DeadlineExceeded, or the exception of the caller's `on_progress`."""
         try:
             async with asyncio.timeout(None) as self._scope:
                 if self._error is not None:
@@ -132,8 +136,7 @@ class RequestWatch:
             self._scope = None
 
     def finished(self, generation: Generation) -> Generation:
-        """Return the request's generation with its times, and with the reason of what ended it here: its timer, or
-        weights that it does not accept."""
+        """Return the generation with its times, and with the finish reason if the watch or a commit ended it."""
         reason = generation.finish_reason
         if reason is FinishReason.ABORT and self._lifecycle.refuses(self._demand):
             reason = FinishReason.REPLACED
@@ -147,7 +150,7 @@ class RequestWatch:
         return self._lifecycle.not_admitting_s if self._is_held else self._lifecycle.frozen_s
 
     def _set_timer(self) -> None:
-        """Set the timer for the deadline or the next report, whichever comes first."""
+        """Set the timer for the deadline or the next report, whichever is earlier."""
         self._tick_at = min(self._late_at, self._report_at)
         self._timer = None if math.isinf(self._tick_at) else self._loop.call_at(self._tick_at, self._tick)
 
@@ -160,9 +163,10 @@ class RequestWatch:
         self._set_timer()
 
     def _watch_deadline(self) -> float:
-        """Check the deadline. Returns the time of the next check; infinity: the request has failed."""
+        """Check the deadline. Returns the time of the next check; infinity if the request has failed."""
         request, now = self._request, self._loop.time()
         left_s = request.timeout_s - (now - self._began_at - self.standstill_s)
+        # The timer fires at the original deadline; time for which the engine was frozen extends it.
         if left_s > 0 and self._ending is None:
             return now + max(left_s, _MIN_PAUSE_S)
         if request.keeps_late and self._end is not None and self._ending is None:
@@ -172,14 +176,15 @@ class RequestWatch:
         return math.inf
 
     def _report(self) -> float:
-        """Return when to report again; infinity: the request has failed."""
+        """Report progress. Returns the time of the next report; infinity if the request has failed."""
         now = self._loop.time()
         try:
-            read = None if self._lifecycle.is_output_held else self._tokens_from
-            tokens = Delta((), (), ()) if read is None else read(self._num_told)
+            # Tokens sampled with weights that have not passed the canary check must not leave the engine.
+            read_tokens = None if self._lifecycle.is_output_held else self._tokens_from
+            tokens = Delta((), (), ()) if read_tokens is None else read_tokens(self._num_told)
             if self._on_progress is not None:
                 self._on_progress(Progress(tokens, self.standstill_s))
-        except Exception as error:  # of a timer nobody would hear
+        except Exception as error:  # asyncio would only log an exception in a timer: raise it from `in_time`
             self._fail(error)
             return math.inf
         num_new = len(tokens.token_ids)
@@ -195,5 +200,5 @@ class RequestWatch:
 
     @staticmethod
     async def _ended(end: Callable[[], Awaitable[None]]) -> None:
-        with contextlib.suppress(AgentLoopError):  # an engine that is gone: what is awaited says so
+        with contextlib.suppress(AgentLoopError):  # if the engine is lost, the awaited work raises it
             await end()

@@ -1,9 +1,9 @@
-"""The digest that identifies weights by their content: the name, dtype, shape and bytes of every source tensor.
+"""Digests that identify weights by content: name, dtype, shape and bytes of every source tensor.
 
-It does not depend on the files' names, on their order, on tensor parallelism, or on an engine's kind and dtype. An
-engine computes it while it reads a folder for staging. An adapter's configuration scales its tensors, so its bytes
-count too. Digests of pushes are made of checksums instead, which the sender and the engines' workers compute on
-their own devices; the prefix tells the two kinds apart.
+A digest is independent of file names and order, of tensor parallelism, and of the kind and dtype of the engine,
+which computes it while it reads a folder for staging. For adapters it includes the configuration, which scales the
+tensors. Digests of pushes combine checksums that the sender and the workers compute on their devices; a prefix
+distinguishes the two kinds.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ _CHUNK_BYTES = 2**20
 _CONTENT, _SUMS = "xxh3:", "sums:"
 
 FileStamp = tuple[str, int, int, int, int]
-"""A file's name, size, mtime and ctime in nanoseconds, and inode. A copy that keeps the mtime changes the ctime."""
+"""A file's name, size, mtime (ns), ctime (ns) and inode. A copy that preserves the mtime changes the ctime."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderContents:
-    """The content of a folder of weights as it was read once."""
+    """The content of a weight folder when it was read."""
 
     digest: str
-    num_bytes: int  # of its safetensors files, or of the tensors in them
+    num_bytes: int  # size of its safetensors files, or of the tensors in them
     stamps: tuple[FileStamp, ...]
 
 
 class FolderDigests:
-    """The contents of the folders that one engine has read last. They are read again only if a stamp changed."""
+    """A cache of the folders that an engine read last. Entries are valid while the files' stamps are unchanged."""
 
     def __init__(self, num_folders: int = 8) -> None:
         self._num_folders = num_folders
         self._contents: dict[str, FolderContents] = {}
 
     def add(self, directory: str, contents: FolderContents) -> None:
-        """Keep the contents of a folder, and drop the oldest ones."""
+        """Add the contents of a folder, and drop the oldest entries."""
         self._contents.pop(directory, None)
         self._contents[directory] = contents
         while len(self._contents) > self._num_folders:
             del self._contents[next(iter(self._contents))]
 
     def get(self, directory: str) -> FolderContents | None:
-        """Return the contents of a folder whose files are those that were read; None: it has to be read."""
-        known = self._contents.get(directory)
-        return known if known is not None and known.stamps == folder_stamps(directory) else None
+        """Return the cached contents of a folder with unchanged files; None if it must be read."""
+        cached = self._contents.get(directory)
+        return cached if cached is not None and cached.stamps == folder_stamps(directory) else None
 
 
 def folder_stamps(directory: str) -> tuple[FileStamp, ...]:
-    """Return the stamps of the files that a folder's digest covers. A file that is gone has none."""
-    found = []
+    """Return the stamps of the files that a folder's digest covers. Missing files have no stamp."""
+    stamps = []
     for path in (*sorted(Path(directory).glob("*.safetensors")), Path(directory) / ADAPTER_CONFIG):
         try:
             stat = path.stat()
         except OSError:
             continue
-        found.append((path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
-    return tuple(found)
+        stamps.append((path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
+    return tuple(stamps)
 
 
 def check_unchanged(directory: str, stamps: Sequence[FileStamp]) -> None:
-    """Raise CheckpointUnreadable, with the file's name, if a folder is not as it was when the stamps were taken."""
-    # A hard link to a file changes its ctime and nothing else.
-    before, now = ({(*one[:3], one[4]) for one in taken} for taken in (stamps, folder_stamps(directory)))
+    """Raise CheckpointUnreadable, with a file name, if a folder has changed since `stamps` were taken."""
+    # Compare without the ctime: a new hard link to a file changes only the ctime.
+    before, now = ({(*stamp[:3], stamp[4]) for stamp in taken} for taken in (stamps, folder_stamps(directory)))
     if changed := sorted(before ^ now):
         raise CheckpointUnreadable(
             f"{changed[0][0]} in {directory} changed while the weights were staged: write each version into a new "
@@ -82,9 +82,9 @@ def check_unchanged(directory: str, stamps: Sequence[FileStamp]) -> None:
 
 
 def content_digest(tensors: Mapping[str, tuple[str, Sequence[int], str]], directory: str) -> str:
-    """Combine tensors in the order of their names: dtype (as safetensors writes it), shape and xxh3-128 of each.
+    """Return the digest of tensors, given by name as dtype (in safetensors' notation), shape and xxh3-128.
 
-    The configuration in `directory` is added if the tensors are an adapter's.
+    Includes the adapter configuration in `directory`, if there is one.
     """
     lines = [f"{name!r} {dtype} {list(shape)} {hexdigest}" for name, (dtype, shape, hexdigest) in tensors.items()]
     if (config := Path(directory) / ADAPTER_CONFIG).is_file():
@@ -93,30 +93,30 @@ def content_digest(tensors: Mapping[str, tuple[str, Sequence[int], str]], direct
 
 
 def sums_digest(tensors: Sequence[TensorInfo], checksums: Sequence[int]) -> str:
-    """Combine the tensors of a push, in the order in which they are sent, with their sender's checksums."""
-    lines = [f"{one.name!r} {one.dtype} {list(one.shape)}" for one in tensors]
+    """Return the digest of a push from its tensors, in sending order, and the sender's checksums."""
+    lines = [f"{tensor.name!r} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors]
     return _SUMS + xxhash.xxh3_128_hexdigest("\n".join([*lines, *map(str, checksums)]).encode())
 
 
 def are_comparable(one: str, other: str) -> bool:
-    """Return True if two digests are known, and of the same kind."""
+    """Return True if both digests are known and of the same kind."""
     return bool(one and other) and one.partition(":")[0] == other.partition(":")[0]
 
 
 def check_digest(expected: str, found: str, name: str) -> None:
-    """Raise ChecksumMismatch if weights named `name` are not those of the digest `expected`; "": any are."""
+    """Raise ChecksumMismatch if the weights `name` do not have the digest `expected`. Empty accepts any digest."""
     if are_comparable(expected, found) and expected != found:
         raise ChecksumMismatch(
-            f"{name} has other bytes now: digest {found}, and {expected} is served under this version. "
-            "Restore the files, or push them as a new version",
+            f"the content of {name} has changed: its digest is {found}, but this version is served with the digest "
+            f"{expected}. Restore the files, or push them as a new version",
             param="directory",
         )
 
 
 async def read_files(directory: str) -> FolderContents:
-    """Read a folder of weights or of an adapter, and let other tasks run in between.
+    """Read a folder of weights or of an adapter, yielding to other tasks in between.
 
-    Raises CheckpointUnreadable for files of another form, and for one that changes meanwhile.
+    Raises CheckpointUnreadable for invalid files, and for files that change while they are read.
     """
     stamps, num_bytes = folder_stamps(directory), 0
     tensors: dict[str, tuple[str, Sequence[int], str]] = {}

@@ -1,1 +1,1 @@
-"""Logs, metrics and trace context."""
+"""Logging, metrics and trace context."""

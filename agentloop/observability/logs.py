@@ -1,10 +1,10 @@
-"""Logging: one line an event, JSON into the run's `service.log`, warnings on the console.
+"""Logging: one line per event, as JSON in the run's `service.log`, and warnings on the console.
 
-Several processes append to one file: each line is flushed as a single `write`, so lines never mix. If another
-program moves the file, each process creates or opens a new one before its next line.
+Several processes append to one file; each line is a single `write`, so lines are never interleaved. If another
+program moves the file, each process creates or opens a new file before its next line.
 
-Everything goes through one chain, stdlib loggers too (uvicorn, Ray, engines). The chain redacts secrets, escapes
-newlines, and leaves out prompts, ids and tool output unless the level is debug.
+All loggers, including those of the standard library (uvicorn, Ray, engines), use one chain of processors. It
+redacts secrets, escapes newlines, and omits prompts, ids and tool output unless the level is debug.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import structlog
 from structlog.typing import Processor
 
 LOG_NAME = "service.log"
-"""The log's file within a run directory."""
+"""The name of the log file in a run directory."""
 
 MAX_VALUE_CHARS = 2000
 MAX_LOGGED_DEPTH = 4
@@ -46,12 +46,12 @@ def configure_logging(
     adopt: Sequence[str] = ("uvicorn", "uvicorn.error", "uvicorn.access", "ray", "ray.serve", "vllm"),
     on_problem: Callable[[str, str], None] = lambda event, level: None,
 ) -> None:
-    """Set up this process's logging; again replaces what was set up before.
+    """Configure this process's logging, replacing an earlier configuration.
 
-    `on_problem` is told the event and level of each warning and error of our own, in any thread.
+    `on_problem` is called with the event and level of each warning and error of agentloop's loggers, in any thread.
 
-    `path` None writes no file. Loggers named in `adopt` lose their own handlers, so that what they say goes the
-    same way; others of the standard library come through the root logger.
+    With `path` None no file is written. The loggers in `adopt` lose their own handlers, so that their messages use
+    this configuration; other loggers of the standard library propagate to the root logger.
     """
     close_logging()
     is_debug = logging.getLevelName(level.upper()) <= logging.DEBUG
@@ -82,7 +82,7 @@ def configure_logging(
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,  # loggers are made at import, before this runs
+        cache_logger_on_first_use=False,  # loggers are created at import, before this function runs
     )
 
 
@@ -101,7 +101,7 @@ class _SharedFile(WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # a moved file cannot be replaced: drop the line and keep working
+        except OSError:  # the replacement of a moved file cannot be opened: drop the line and continue
             self.handleError(record)
 
 
@@ -141,13 +141,13 @@ def _keep_all(logger: Any, method: str, event: MutableMapping[str, Any]) -> Muta
 def _drop_content(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     for key in _CONTENT_KEYS & event.keys():
         value = event[key]
-        event[key] = f"[{len(value)} left out]" if hasattr(value, "__len__") else "[left out]"
+        event[key] = f"[{len(value)} omitted]" if hasattr(value, "__len__") else "[omitted]"
     return event
 
 
 def _clean(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     for key, value in list(event.items()):
-        if not key.startswith("_"):  # structlog's own: the record, and where it came from
+        if not key.startswith("_"):  # keys with an underscore are structlog's own, such as the log record
             event[key] = _cleaned(key, value, MAX_LOGGED_DEPTH)
     return event
 

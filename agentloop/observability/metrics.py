@@ -1,9 +1,9 @@
-"""The service's metrics: their families, and what one process counts.
+"""The service's metrics: their families, and the counters of one process.
 
-A process counts in a `MetricsTally` and reports what was added since its last report, with gauges of its own. The
-coordinator adds the reports of all up, durably, before it answers them and shows them (`coordinator/metrics.py`): a
-process that is killed takes the counts of its last seconds with it, and no count ever falls. Worker processes run
-users' code and listen nowhere, so they are not asked: they tell.
+A process counts in a `MetricsTally` and reports the increments since its last report, and its gauges. The
+coordinator durably adds the reports of all processes before it acknowledges and exports them
+(`coordinator/metrics.py`). A killed process loses the counts since its last report, and no counter ever decreases.
+Processes push their metrics, because workers run user code and therefore have no listening port.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from agentloop.types import ToolOutcome, Trajectory, Turn
 PREFIX = "agentloop_"
 
 REPORT_S = 5.0
-"""The time between two reports of a process."""
+"""The interval between two reports of a process."""
 
 Labels: TypeAlias = tuple[str, ...]
 
 
 class Kind(StrEnum):
-    """The type of a family, by Prometheus' name of it."""
+    """The type of a metric family, in Prometheus' terms."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -35,13 +35,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Metrics of one name. The names of counters end in `_total`, and those of times in `_seconds`."""
+    """The metrics of one name. Names of counters end in `_total`, names of durations in `_seconds`."""
 
     name: str  # without the prefix
     kind: Kind
     about: str
     labels: Labels = ()
-    buckets: tuple[float, ...] = ()  # upper bounds of a histogram's, in its unit
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram's buckets, in its unit
 
 
 _MS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -67,23 +67,23 @@ FAMILIES = {
     for family in (
         # The fleet
         *_gauges(
-            ("replicas", "Replicas, by their state.", ("entry", "state")),
+            ("replicas", "Replicas, by engine pool and state.", ("entry", "state")),
             ("replica_requests", "Requests in an engine: running, waiting.", ("replica", "phase")),
             (
                 "replica_kv_tokens",
-                "KV: used by the engine; promised to those with places; the limit for that; its capacity.",
+                "KV tokens: used by the engine; reserved by leases; limit of the reservations; capacity.",
                 ("replica", "kind"),
             ),
-            ("replica_weight_version", "The weight version that a replica holds.", ("replica",)),
-            ("replica_kv_hit_ratio", "Of the contexts of turns that return, the share found cached.", ("replica",)),
-            ("replica_heartbeat_age_seconds", "The time since a replica's last heartbeat.", ("replica",)),
+            ("replica_weight_version", "Weight version of a replica.", ("replica",)),
+            ("replica_kv_hit_ratio", "Fraction of returning turns' contexts found in the cache.", ("replica",)),
+            ("replica_heartbeat_age_seconds", "Time since a replica's last heartbeat.", ("replica",)),
         ),
         *_counters(
             ("replica_steps_total", "Steps of an engine's scheduler.", ("replica",)),
-            ("replica_sampled_tokens_total", "Tokens that an engine sampled.", ("replica",)),
-            ("replica_preemptions_total", "Requests whose KV an engine took.", ("replica",)),
-            ("replica_prompt_tokens_total", "Tokens of the prompts of turns.", ("replica",)),
-            ("replica_cached_prompt_tokens_total", "Of these, those found cached.", ("replica",)),
+            ("replica_sampled_tokens_total", "Tokens sampled by an engine.", ("replica",)),
+            ("replica_preemptions_total", "Requests preempted by an engine.", ("replica",)),
+            ("replica_prompt_tokens_total", "Prompt tokens of turns.", ("replica",)),
+            ("replica_cached_prompt_tokens_total", "Prompt tokens of turns found in the cache.", ("replica",)),
             ("replica_starts_total", "Replicas that joined: new, replacement, return.", ("entry", "reason")),
         ),
         # The queue
@@ -93,84 +93,96 @@ FAMILIES = {
                 "Samples without a record: queued, held by a staleness limit, running.",
                 ("state",),
             ),
-            ("calls_waiting", "Sessions and direct calls that wait for KV.", ()),
-            ("calls_waiting_seconds", "How long they have waited: longest, median.", ("wait",)),
-            ("user_calls_waiting", "The same calls, by user.", ("user",)),
+            ("calls_waiting", "Session and direct calls that wait for KV.", ()),
+            ("calls_waiting_seconds", "Wait times of session and direct calls: longest, median.", ("wait",)),
+            ("user_calls_waiting", "Session and direct calls that wait for KV, by user.", ("user",)),
             ("workers", "Worker processes.", ()),
-            ("doing", "Live trajectories, by what they wait for.", ("doing",)),
-            ("tools_running", "Of these, those at a tool.", ("tool",)),
-            ("free_places", "Places of workers that are free.", ()),
-            ("oldest_running_seconds", "The age of the oldest live trajectory.", ()),
-            ("not_begun", "1 for each reason why what waits does not begin.", ("reason",)),
+            ("doing", "Live trajectories, by current activity.", ("doing",)),
+            ("tools_running", "Live trajectories in a tool call.", ("tool",)),
+            ("free_places", "Free trajectory slots of workers.", ()),
+            ("oldest_running_seconds", "Age of the oldest live trajectory.", ()),
+            ("not_begun", "1 for each reason why queued work does not start.", ("reason",)),
         ),
-        *_histograms(("queue_wait_seconds", "The wait of a sample for its worker.", (), _S)),
-        # Trajectories, counted when they end: those of workers, and sessions
+        *_histograms(("queue_wait_seconds", "Time that a sample waits for a worker.", (), _S)),
+        # Trajectories of workers, and sessions, counted when they end
         *_counters(
-            ("trajectories_total", "Records, by their end.", ("stop_reason", "failure", "source")),
-            ("tokens_lost_total", "Sampled tokens that were thrown away.", ("cause",)),
-            ("turns_resumed_total", "Turns of lost workers that trajectories went on from.", ()),
-            ("turn_tokens_total", "Tokens of turns: of prompts, of these found cached, sampled.", ("kind",)),
-            ("splits_total", "Paths that could not extend the one before.", ("reason",)),
-            ("tool_calls_total", "Calls of tools.", ("tool", "outcome")),
-            ("reward_errors_total", "Rewards that failed.", ()),
-            ("malformed_calls_total", "Calls of tools that a turn's parser could not read.", ("parser",)),
-            ("logprob_problems_total", "Answers with ids or logprobs that cannot be; replicas of noise.", ()),
+            ("trajectories_total", "Records, by end state.", ("stop_reason", "failure", "source")),
+            ("tokens_lost_total", "Sampled tokens that were discarded.", ("cause",)),
+            ("turns_resumed_total", "Turns of lost workers from which trajectories continued.", ()),
+            ("turn_tokens_total", "Tokens of turns: prompt; cached part of the prompt; sampled.", ("kind",)),
+            ("splits_total", "Paths that could not extend the previous path.", ("reason",)),
+            ("tool_calls_total", "Tool calls.", ("tool", "outcome")),
+            ("reward_errors_total", "Failed rewards.", ()),
+            ("malformed_calls_total", "Tool calls that the parser could not read.", ("parser",)),
+            ("logprob_problems_total", "Answers with invalid ids or logprobs; replicas with broken weights.", ()),
         ),
         *_histograms(
-            ("trajectory_seconds", "queue, generate, tool, reward, standstill; total.", ("phase",), _S),
-            ("trajectory_turns", "Turns of a trajectory.", (), _FEW),
-            ("trajectory_sampled_tokens", "Tokens that its policy sampled.", (), _TOKENS),
-            ("trajectory_staleness", "Versions that the fleet was ahead of its oldest tokens.", (), _FEW),
             (
-                "turn_seconds",
-                "place: waits for a replica; first_token: from there; decode: the rest.",
+                "trajectory_seconds",
+                "Time per phase: queue, generate, tool, reward, standstill; total.",
                 ("phase",),
                 _S,
             ),
-            ("tool_seconds", "A call of a tool, without the wait for its slot.", ("tool",), _S),
-            ("reward_seconds", "Scoring a trajectory.", (), _S),
+            ("trajectory_turns", "Turns of a trajectory.", (), _FEW),
+            ("trajectory_sampled_tokens", "Sampled tokens of a trajectory.", (), _TOKENS),
+            (
+                "trajectory_staleness",
+                "Weight versions between a trajectory's oldest tokens and the fleet.",
+                (),
+                _FEW,
+            ),
+            (
+                "turn_seconds",
+                "place: wait for a replica; first_token: from then to the first token; decode: the rest.",
+                ("phase",),
+                _S,
+            ),
+            ("tool_seconds", "Duration of a tool call, without the wait for its slot.", ("tool",), _S),
+            ("reward_seconds", "Duration of scoring a trajectory.", (), _S),
         ),
         # Weights
         *_gauges(
-            ("weight_version", "The weight version that the fleet serves.", ()),
-            ("weight_update_age_seconds", "The time since the update under way began.", ()),
-            ("asleep", "1 for memory that the fleet has given back.", ("memory",)),
+            ("weight_version", "Weight version that the fleet serves.", ()),
+            ("weight_update_age_seconds", "Time since the start of the running update.", ()),
+            ("asleep", "1 for each kind of memory that the fleet has released.", ("memory",)),
         ),
         *_counters(
-            ("weight_updates_total", "Updates, by their outcome: ok, partial, failed.", ("outcome", "transport")),
-            ("weight_bytes_total", "Bytes of weights that arrived at engines' workers.", ("transport",)),
-            ("paused_seconds_total", "Time in which nothing was sampled: pause, sleep, update.", ("cause",)),
+            ("weight_updates_total", "Updates, by outcome: ok, partial, failed.", ("outcome", "transport")),
+            ("weight_bytes_total", "Bytes of weights received by the engines' workers.", ("transport",)),
+            ("paused_seconds_total", "Time without sampling: pause, sleep, update.", ("cause",)),
         ),
-        *_histograms(("weight_update_seconds", "The steps of updates, of the slowest replica.", ("step",), _MS)),
+        *_histograms(
+            ("weight_update_seconds", "Duration of an update's steps on the slowest replica.", ("step",), _MS)
+        ),
         # The endpoint
         *_counters(
-            ("http_requests_total", "Answers of the public port.", ("route", "method", "status")),
-            ("calls_repeated_total", "Model calls that a session had had before: retries of clients.", ()),
-            ("streams_cut_total", "Streams that ended early: by a client that left, or a failure.", ("by",)),
+            ("http_requests_total", "Responses of the public port.", ("route", "method", "status")),
+            ("calls_repeated_total", "Model calls that a session had already answered: client retries.", ()),
+            ("streams_cut_total", "Streams that ended early, by client disconnect or failure.", ("by",)),
         ),
-        *_histograms(("http_seconds", "From a request's headers to the end of its answer.", ("route",), _S)),
+        *_histograms(("http_seconds", "Time from a request's headers to the end of its response.", ("route",), _S)),
         *_gauges(
-            ("http_in_flight", "Requests of the public port that have no answer yet.", ("process", "route")),
-            ("sessions_open", "Sessions that have not ended.", ("process",)),
-            ("session_bytes", "Memory of sessions.", ("process",)),
+            ("http_in_flight", "Running requests of the public port.", ("process", "route")),
+            ("sessions_open", "Open sessions.", ("process",)),
+            ("session_bytes", "Memory of sessions in bytes.", ("process",)),
         ),
         # Processes
         *_gauges(
-            ("process_up", "0: nothing was heard of the process for half a minute.", ("process",)),
-            ("process_resident_memory_bytes", "Resident memory.", ("process",)),
-            ("loop_lag_seconds", "The longest time by which the event loop was late lately.", ("process",)),
-            ("store_bytes", "Bytes of the run's database.", ()),
-            ("disk_free_bytes", "Free bytes of the disk that has the run.", ()),
-            ("build_info", "1.", ("version", "engine", "ray", "mode")),
+            ("process_up", "0 if the process has not reported for half a minute.", ("process",)),
+            ("process_resident_memory_bytes", "Resident memory in bytes.", ("process",)),
+            ("loop_lag_seconds", "Longest delay of the event loop since the last report.", ("process",)),
+            ("store_bytes", "Size of the run's database in bytes.", ()),
+            ("disk_free_bytes", "Free bytes of the run directory's disk.", ()),
+            ("build_info", "Always 1; the labels describe the build.", ("version", "engine", "ray", "mode")),
         ),
         *_counters(
             ("process_cpu_seconds_total", "CPU time of the process.", ("process",)),
-            ("log_events_total", "Lines of warnings and errors in the log.", ("event", "level")),
+            ("log_events_total", "Warnings and errors in the log.", ("event", "level")),
         ),
-        *_histograms(("commit_seconds", "Commits of the run's database.", (), _MS)),
+        *_histograms(("commit_seconds", "Duration of commits of the run's database.", (), _MS)),
     )
 }
-"""All families by name; an import of another one's name is an error of ours."""
+"""All metric families by name. Other names raise KeyError."""
 
 
 class MetricSample(NamedTuple):
@@ -182,7 +194,8 @@ class MetricSample(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """One series of a histogram: how many were in each of its buckets and above them all, and their sum."""
+    """One series of a histogram: the count of each bucket, including the one above all bounds, and the sum of
+    values."""
 
     name: str
     labels: Labels
@@ -192,29 +205,30 @@ class Observed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """All that the service shows at one moment."""
+    """All exported metrics at one moment."""
 
     samples: tuple[MetricSample, ...]
     observed: tuple[Observed, ...]
-    engines: tuple[tuple[str, str], ...] = ()  # replicas, and their engines' own metrics in Prometheus' text
+    engines: tuple[tuple[str, str], ...] = ()  # (replica, its engine's own metrics in Prometheus' text format)
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsReport:
     """A process's counts since its last report, and its gauges.
 
-    A process repeats a report until it is answered; `sequence` grows by one with each new one of its `life`. One
-    that `is_last` is a goodbye: it is answered at once, and nothing more is said of the process.
+    A process repeats a report until it is acknowledged. `sequence` increases by one with each new report of a
+    `life`. The report with `is_last` is sent at shutdown: it is acknowledged immediately, and the process's gauges
+    are removed.
     """
 
-    process: str  # as in labels
-    life: str  # which no other process has had
+    process: str  # the label value
+    life: str  # unique id of the process's lifetime
     sequence: int
     counted: MetricsPage
     gauges: tuple[MetricSample, ...] = ()
     is_last: bool = False
-    blocked: tuple[str, float] | None = None  # FILE:LINE that blocked its event loop last, and how long ago in s
-    engine: str = ""  # its engine's own metrics, in Prometheus' text
+    blocked: tuple[str, float] | None = None  # FILE:LINE that last blocked the event loop, and seconds since then
+    engine: str = ""  # its engine's own metrics in Prometheus' text format
 
 
 @dataclass(slots=True)
@@ -225,10 +239,10 @@ class _Buckets:
 
 
 class MetricsTally:
-    """The counts of a process, or of all of them. Thread-safe: logs come from anywhere."""
+    """The counters and histograms of one process, or the sums of all processes. Thread-safe: any thread can log."""
 
     def __init__(self) -> None:
-        self.trace: Callable[[object], None] = lambda ended: None  # told of each trajectory and update counted
+        self.trace: Callable[[object], None] = lambda ended: None  # called with each counted trajectory and update
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, Labels], float] = {}
         self._observed: dict[tuple[str, Labels], _Buckets] = {}
@@ -242,31 +256,34 @@ class MetricsTally:
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Add a value to a histogram."""
         with self._lock:
-            seen = self._buckets_of(name, labels)
-            seen.counts[bisect_left(seen.bounds, value)] += 1
-            seen.total += value
+            buckets = self._buckets_of(name, labels)
+            buckets.counts[bisect_left(buckets.bounds, value)] += 1
+            buckets.total += value
 
     def add(self, page: MetricsPage) -> None:
-        """Add what another one has counted; what an other release counts otherwise is left out."""
-        for one in page.samples:
-            if one.name in FAMILIES:
-                self.count(one.name, *one.labels, by=one.value)
+        """Add the counts of another tally. Families that this release does not have, or with other buckets, are
+        ignored."""
+        for sample in page.samples:
+            if sample.name in FAMILIES:
+                self.count(sample.name, *sample.labels, by=sample.value)
         with self._lock:
-            for more in page.observed:
-                if more.name in FAMILIES and len(more.counts) == len(FAMILIES[more.name].buckets) + 1:
-                    seen = self._buckets_of(more.name, more.labels)
-                    seen.counts = [a + b for a, b in zip(seen.counts, more.counts, strict=True)]
-                    seen.total += more.total
+            for observed in page.observed:
+                if observed.name in FAMILIES and len(observed.counts) == len(FAMILIES[observed.name].buckets) + 1:
+                    buckets = self._buckets_of(observed.name, observed.labels)
+                    buckets.counts = [a + b for a, b in zip(buckets.counts, observed.counts, strict=True)]
+                    buckets.total += observed.total
 
     def seen(self) -> MetricsPage:
-        """Return all counts and histograms."""
+        """Return all counters and histograms."""
         with self._lock:
             counts = tuple(MetricSample(*key, value) for key, value in self._counts.items())
-            observed = tuple(Observed(*key, tuple(one.counts), one.total) for key, one in self._observed.items())
+            observed = tuple(
+                Observed(*key, tuple(buckets.counts), buckets.total) for key, buckets in self._observed.items()
+            )
         return MetricsPage(counts, observed)
 
     def take(self) -> MetricsPage:
-        """Return all counts and histograms, and begin anew."""
+        """Return all counters and histograms, and reset them."""
         taken = MetricsTally()
         with self._lock:
             taken._counts, taken._observed = self._counts, self._observed
@@ -274,18 +291,18 @@ class MetricsTally:
         return taken.seen()
 
     def _buckets_of(self, name: str, labels: Labels) -> _Buckets:
-        if (seen := self._observed.get((name, labels))) is None:
+        if (buckets := self._observed.get((name, labels))) is None:
             bounds = FAMILIES[name].buckets
-            seen = self._observed[name, labels] = _Buckets(bounds, [0] * (len(bounds) + 1))
-        return seen
+            buckets = self._observed[name, labels] = _Buckets(bounds, [0] * (len(bounds) + 1))
+        return buckets
 
 
 @dataclass(frozen=True, slots=True)
 class SavedMetrics:
-    """The counts that the next coordinator goes on with."""
+    """The stored counts with which the next coordinator continues."""
 
     counted: MetricsPage
-    sequences: dict[str, int] = field(default_factory=dict)  # of the last report of each life that counts
+    sequences: dict[str, int] = field(default_factory=dict)  # the sequence of the last counted report, by life
 
 
 _PHASES = {
@@ -300,13 +317,13 @@ _PHASES = {
 
 
 def phase_seconds(page: MetricsPage) -> dict[str, float]:
-    """Return the seconds that trajectories and turns spent so far, by phase. Standstills are part of turns."""
-    totals = {(one.name, *one.labels): one.total for one in page.observed}
+    """Return the total seconds of trajectories and turns by phase. Standstill time is also part of turn phases."""
+    totals = {(observed.name, *observed.labels): observed.total for observed in page.observed}
     return {phase: totals.get(key, 0.0) for phase, key in _PHASES.items()}
 
 
 def count_record(tally: MetricsTally, record: Trajectory, source: str) -> None:
-    """Count a trajectory that has ended: a worker's (`source` "rollout"), or a session."""
+    """Count a finished trajectory: of a worker (`source` "rollout"), or a session."""
     tally.trace(record)
     tally.count("trajectories_total", record.stop_reason, record.failure or "", source)
     tally.count("turns_resumed_total", by=record.num_resumed_turns)
@@ -322,7 +339,8 @@ def count_record(tally: MetricsTally, record: Trajectory, source: str) -> None:
         for cause, num_tokens in record.times.lost_tokens.items():
             tally.count("tokens_lost_total", cause, by=num_tokens)
         for call in record.times.tool_calls:
-            tool = call.name if call.outcome is not ToolOutcome.UNKNOWN else ""  # the policy may call anything
+            # A policy can invent tool names, which must not become label values.
+            tool = call.name if call.outcome is not ToolOutcome.UNKNOWN else ""
             tally.count("tool_calls_total", tool, call.outcome)
             tally.observe("tool_seconds", call.duration_us / 1e6, tool)
     if source == "rollout":

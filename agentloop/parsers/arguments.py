@@ -1,8 +1,7 @@
-"""Notations of a call's arguments: how they are read, and the grammar that lets a policy write them.
+"""Argument syntaxes of tool calls: each parses arguments and builds the grammar that constrains a policy to them.
 
-Values of `TextParameters` are not escaped: one runs to the first mark behind it, and the tool's schema gives it its
-type. Nothing is evaluated. A call takes linear time; bad brackets and values without an end are looked for up to a
-limit, or once.
+Invariants: nothing that a policy wrote is evaluated, and a call takes linear time: unbalanced brackets and values
+without an end are searched once, or up to a limit.
 """
 
 from __future__ import annotations
@@ -30,31 +29,32 @@ from agentloop.parsers.json_schema import (
 from agentloop.types import JSON
 
 ID, NAME, NUMBER, TYPE = "\0", "\1", "\2", "\3"
-"""Places in a format's literals: of a call's id, of its name once more, of its number, and of a value's type."""
+"""Placeholders in a format's literals: a call's id, a repetition of its name, its number, and a value's type."""
 
 _STRINGS = r"""'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?"""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
-# Keys as the parsers read them: bare ones of literals, and those between the delimiters of text parameters.
+# Keys that the parsers accept: unquoted keys of `Literals`, and keys of `TextParameters`.
 _BARE_KEY = r"[^\W\d][\w.-]*+"
 _TEXT_KEY = r"(?!\s)[^<>\n]{1,256}(?<!\s)"
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectKeys:
-    """The keys of a call that is one object of JSON. Without `name` its only key is the name."""
+    """Syntax of a call that is one JSON object, described by its keys."""
 
-    name: str = "name"
-    arguments: tuple[str, ...] = ("arguments",)
-    id: str = ""  # of the id that its answer names; empty if none is read
-    lead: str = ""  # written before the name
+    name: str = "name"  # empty: the object's only key is the tool's name
+    arguments: tuple[str, ...] = ("arguments",)  # the first is written, all are read
+    id: str = ""  # the key of the call id; empty if the id is not read
+    lead: str = ""  # text written before the name
 
     def read(
         self, written: str, names: Collection[str] | None, *, lenient: bool
     ) -> tuple[str, dict[str, JSON], str, str] | None:
-        """Return name, arguments and id of an object, and what was forgiven. Raises MalformedCall.
+        """Return name, arguments and id of a call, and a note on lenient parsing. Raises MalformedCall.
 
-        With `names`, those of the tools, an object is None that is no call: it has other keys.
+        With `names`, the tools' names, returns None for text or a JSON object that is not written as a call: it has
+        no name and arguments, and it names none of these tools. A call to an unknown tool is returned.
         """
         if not written.strip():
             raise MalformedCall("the tool call is empty")
@@ -65,7 +65,7 @@ class ObjectKeys:
                 return None
             raise MalformedCall(f"the tool call is not valid JSON: {error}", *self._cut_call(written)) from error
         if not isinstance(call, dict):
-            raise MalformedCall(f'the tool call is not a JSON object with "{self.name}" and "{self.arguments[0]}"')
+            raise MalformedCall(f'the tool call must be a JSON object with "{self.name}" and "{self.arguments[0]}"')
         if not self.name:
             name, arguments = next(iter(call.items())) if len(call) == 1 else ("", None)
             key = name
@@ -83,13 +83,13 @@ class ObjectKeys:
             except ValueError as error:
                 raise MalformedCall(f'"{key}" is a string that is not valid JSON: {error}', name) from error
         if not isinstance(arguments, dict):
-            raise MalformedCall(f'"{key}" is not a JSON object', name)
+            raise MalformedCall(f'"{key}" must be a JSON object', name)
         written_id = call.get(self.id) if self.id else ""
         forgiven = "" if key else f"no {self.arguments[0]}"
         return check_name(name), arguments, written_id if isinstance(written_id, str) else "", forgiven
 
     def begun(self, name: str) -> str:
-        """Return a call up to its arguments."""
+        """Return the text of a call up to its arguments."""
         shown = json.dumps(name, ensure_ascii=False)
         return f'{{{self.lead}"{self.name}": {shown}, "{self.arguments[0]}": ' if self.name else f"{{{shown}: "
 
@@ -97,25 +97,25 @@ class ObjectKeys:
         return call_json(parameters)
 
     def _cut_call(self, text: str) -> tuple[str, str]:
-        """Return the name and the argument text of an invalid call, as far as they are there."""
+        """Return the name and the argument text of invalid JSON, or empty strings."""
         keys = "|".join(self.arguments)
         behind = rf',\s*+"(?:{keys})"\s*+:\s*+(.*)' if self.name else r":\s*+(.*)"
-        found = re.match(rf'{self._named}("(?:[^"\\]|\\.)*+")\s*+(?:{behind})?', text, re.DOTALL)
+        match = re.match(rf'{self._named}("(?:[^"\\]|\\.)*+")\s*+(?:{behind})?', text, re.DOTALL)
         try:
-            return ("", "") if found is None else (str(loads(found[1])), found[2] or "")
+            return ("", "") if match is None else (str(loads(match[1])), match[2] or "")
         except ValueError:
             return "", ""
 
     @property
     def _named(self) -> str:
-        """A pattern of a call up to its name."""
+        """A pattern that matches a call up to its name."""
         key = rf'(?:"\w+"\s*+:\s*+"[^"]*+"\s*+,\s*+)*?"{self.name}"\s*+:\s*+' if self.name else ""
         return rf"\s*+\{{\s*+{key}"
 
 
 @dataclass(frozen=True, slots=True)
 class JsonArguments:
-    """An object of JSON."""
+    """Arguments as a JSON object."""
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         end = value_end(text, position, limit)
@@ -129,15 +129,15 @@ class JsonArguments:
 
 @dataclass(frozen=True, slots=True)
 class Literals:
-    """Keys and values between brackets: `(word='rook', limit=3)` and `{word:<|"|>rook<|"|>,limit:3}`.
+    """Keys and values between brackets: `(word='rook', limit=3)` or `{word:<|"|>rook<|"|>,limit:3}`.
 
-    Values are Python's, or strings between marks of their own; those of JSON are read too.
+    Values are Python literals, or strings between the delimiter `quote`. JSON values are accepted as well.
     """
 
     assign: str = "="
     separator: str = ", "
-    quote: str = ""  # empty: Python's strings
-    quotes_all: bool = False  # other values stand between the marks too
+    quote: str = ""  # the delimiter of strings; empty: Python's quotes
+    quotes_all: bool = False  # values other than strings have the delimiter too
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         token = re.compile(rf"{_strings(self.quote)}|([\[{{(])|([\]}})])", re.DOTALL)
@@ -164,36 +164,37 @@ class Literals:
         return _listed(pieces, self.separator)
 
     def _value(self, schema: JSON, root: JSON) -> JSON:
-        """The grammar of one value; within lists and objects it is written as JSON."""
+        """Return the grammar of one value. Values inside lists and objects are JSON."""
         types = allowed_types(schema, root)
         if self.quote and (types == {"string"} or self.quotes_all):
             return tagged(self.quote, _plain_form(schema, root), self.quote)
-        whole, rules = call_json(schema, root), branches(schema, root)
+        json_form, rules = call_json(schema, root), branches(schema, root)
         if self.quote or types not in ({"string"}, {"boolean"}) or len(rules) != 1:
-            return whole
+            return json_form
         rule = rules[0]
-        if "pattern" in rule or "format" in rule:  # only the JSON form enforces these
-            return whole
+        if "pattern" in rule or "format" in rule:  # only the JSON grammar enforces these
+            return json_form
         bounds = f"{{{rule.get('minLength', 0)},{rule.get('maxLength', '')}}}"
         pattern = "True|False" if types == {"boolean"} else rf"'([^'\\\n]|\\['\\nt]){bounds}'"
         if (values := listed_values(rule)) is not None:
             pattern = "|".join(re.escape(repr(value)) for value in values)
-        return either(matching(pattern), whole)
+        return either(matching(pattern), json_form)
 
 
 @dataclass(frozen=True, slots=True)
 class TextParameters:
-    """Parameters one by one: `open KEY between VALUE close`.
+    """A sequence of parameters, each written as `open KEY between VALUE close`.
 
-    A value that holds the delimiter of another parameter, or a whole call, makes the call malformed.
+    Values are not escaped: a value ends at the first `close`, and the tool's schema determines its type. A value
+    that contains another parameter's delimiter, or a complete call, makes the call malformed.
     """
 
     open: str
-    between: tuple[str, ...]  # before a string, and before any other value if that differs
+    between: tuple[str, ...]  # before strings; the second, if present, before all other values
     close: str
-    begin: str = ""  # what begins the call
-    tail: str = ""  # what ends the call
-    quote: tuple[str, str] = ("", "")  # around strings that hold delimiters
+    begin: str = ""  # begins the call
+    tail: str = ""  # ends the call
+    quote: tuple[str, str] = ("", "")  # around strings that contain delimiters
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         close, parameters = self.close.strip(), tool_parameters(tools, name)
@@ -207,9 +208,10 @@ class TextParameters:
             end = text.find(closed + close, start)
             until = end if end >= 0 else len(text)
             schema, inner, cut = property_schema(parameters, key), -1, None
+            # A missing `close` would swallow the next parameter or call: look for their delimiters in the value.
             if not opened or end < 0:
                 inner = self._inner(text, start, until)
-                if inner >= 0 or len(marks_of(self.tail)) > 1:  # a value may hold one delimiter, not all of them
+                if inner >= 0 or len(marks_of(self.tail)) > 1:  # a value may contain one delimiter, but not all
                     cut = tail.search(text, start, inner if inner >= 0 else until)
             if inner >= 0 or cut is not None or end < 0:
                 until = cut.start() if cut is not None else until
@@ -222,11 +224,12 @@ class TextParameters:
                 error = f"another parameter or call before its {close}" if is_inner else f"no {close}"
                 raise MalformedCall(f"parameter {key!r} has {error}", name, partial, at)
             value, position = text[start + len(opened) : end], end + len(closed + close)
+            # Templates with multi-line values write one line break on each side of the value.
             if not opened and self.between[0].endswith("\n"):
                 value = value.removeprefix("\n").removesuffix("\n")
             try:
                 if key in values:
-                    raise ValueError("twice in one call")
+                    raise ValueError("it is repeated in the call")
                 values[key] = typed_value(value, schema, parameters)
             except ValueError as error:
                 raise MalformedCall(f"parameter {key!r}: {error}", name, begun_json(values), position) from error
@@ -246,10 +249,10 @@ class TextParameters:
         return _listed(pieces, "")
 
     def _inner(self, text: str, start: int, end: int) -> int:
-        """Return where another parameter or a whole call begins between these places; -1 if none does."""
+        """Return the position of another parameter or a complete call between `start` and `end`, or -1."""
         opening = marks_of(self.open)[0]
-        if opening.startswith("<") and (place := text.find(opening, start, end)) >= 0:
-            return place
+        if opening.startswith("<") and (position := text.find(opening, start, end)) >= 0:
+            return position
         call = re.compile(loose(self.begin)).search(text, start, end) if self.begin else None
         if call is None or re.compile(loose(self.tail)).search(text, call.end(), end) is None:
             return -1
@@ -257,17 +260,17 @@ class TextParameters:
 
 
 Notation: TypeAlias = ObjectKeys | JsonArguments | Literals | TextParameters
-"""The way arguments are written: in the object that is the whole call, or behind the call's name.
+"""The syntax of arguments: inside the call's JSON object (`ObjectKeys`), or after the call's name (the others).
 
-Behind a name, `read` returns the arguments and where they end. It raises MalformedCall, with the place from which
-to go on. `form` returns the structural tag of the arguments of a tool with these parameters.
+After a name, `read` returns the arguments and their end. It raises MalformedCall with the position at which to
+resume. `form` returns the structural tag of the arguments of a tool with these parameters.
 """
 
 
 def _plain_form(schema: JSON, root: JSON, excluded: Sequence[str] = ()) -> dict[str, JSON]:
-    """Return the structural tag of a value that `typed_value` reads: strings stand as they are, others are JSON.
+    """Return the structural tag of a value that `typed_value` parses: strings are unquoted, other values are JSON.
 
-    Raises InvalidRequest for a string's format, which only JSON can be held to.
+    Raises InvalidRequest for a string `format`, which only the JSON grammar can enforce.
     """
     types = allowed_types(schema, root)
     if "string" not in types or types == ALL_TYPES:
@@ -284,9 +287,7 @@ def _plain_form(schema: JSON, root: JSON, excluded: Sequence[str] = ()) -> dict[
             if rest := [value for value in values if not isinstance(value, str)]:
                 others.append({"enum": rest})
         elif "format" in rule:
-            error = (
-                f"the string format {str(rule['format'])[:64]!r} cannot be enforced in this model's format of calls"
-            )
+            error = f"the string format {str(rule['format'])[:64]!r} cannot be enforced in this model's call format"
             raise InvalidRequest(error, param="tools")
         elif "pattern" in rule:
             is_listed = False
@@ -298,29 +299,29 @@ def _plain_form(schema: JSON, root: JSON, excluded: Sequence[str] = ()) -> dict[
             return {"type": "any_text", "excludes": list(excluded)}
     if others and is_listed:
         forms.append(call_json({"anyOf": others}, root))
-    elif "null" in types:  # another value would be read as a string, which its rules may forbid
+    elif "null" in types:  # any other value would be parsed as a string, which its rules may forbid
         forms.append(literal("null"))
     return either(*forms)
 
 
 def _parameters(parameters: JSON, readable_key: str) -> list[tuple[str, JSON, bool]]:
-    """Return a tool's parameters in their order: key, schema, and if required.
+    """Return a tool's parameters in order, as (key, schema, is required).
 
-    Raises InvalidRequest for a rule on all parameters together, as each is written alone, and for a key that the
-    pattern does not match, as the parser would not read it.
+    Raises InvalidRequest for a rule on all parameters together, because each parameter has its own grammar, and for
+    a key that does not match `readable_key`, because the parser would not recognize it.
     """
     rules = branches(parameters, parameters)
     keywords = {key for rule in rules for key in rule} & RULES - _SINGLE_PARAMETER_RULES
     if len(rules) != 1 or keywords:
         shown = f"{min(keywords)!r}" if keywords else "several schemas"
-        error = f"{shown} of all parameters together cannot be enforced in this model's format of calls"
+        error = f"{shown} of all parameters together cannot be enforced in this model's call format"
         raise InvalidRequest(error, param="tools")
-    found = properties(parameters)
-    if unreadable := [key for key in found if re.fullmatch(readable_key, key) is None]:
-        error = f"a parameter named {unreadable[0][:64]!r} cannot be written in this model's format of calls"
+    schemas = properties(parameters)
+    if unreadable := [key for key in schemas if re.fullmatch(readable_key, key) is None]:
+        error = f"a parameter named {unreadable[0][:64]!r} cannot be written in this model's call format"
         raise InvalidRequest(error, param="tools")
     required = rules[0].get("required", ())
-    return [(key, schema, key in required) for key, schema in found.items()]
+    return [(key, schema, key in required) for key, schema in schemas.items()]
 
 
 _SINGLE_PARAMETER_RULES = {
@@ -329,33 +330,34 @@ _SINGLE_PARAMETER_RULES = {
 
 
 def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
-    """Return the structural tag of pieces in their order, the optional ones left out or not."""
-    behind = []
+    """Return the structural tag of `pieces` in order. Pieces that are not required may be omitted."""
+    following = []
     for piece, is_required in pieces:
         separated = sequence(literal(separator), piece) if separator else piece
-        behind.append(separated if is_required else {"type": "optional", "content": separated})
+        following.append(separated if is_required else {"type": "optional", "content": separated})
     if not separator or not pieces:
-        return sequence(*(behind or [literal("")]))
+        return sequence(*(following or [literal("")]))
     num_first = next((at for at, (_, is_required) in enumerate(pieces, 1) if is_required), None)
-    whole = either(*(sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)))
-    return {"type": "optional", "content": whole} if num_first is None else whole
+    forms = either(*(sequence(piece, *following[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)))
+    return {"type": "optional", "content": forms} if num_first is None else forms
 
 
 _PLACES = {NAME: r"[^\s<>]{1,256}?", NUMBER: r"[0-9]{1,9}", TYPE: r"\w{1,16}"}
 
-# Marks of a literal: tags, Kimi-K3's of three tokens, and the text between them. A tag may lack its end.
+# Delimiters in a literal: tags (also unterminated), Kimi-K3's tags of three tokens, brackets, and words between
+# them.
 MARK = re.compile(
     r"<\|(?:open|close)\|>[^<>\n]*(?:<\|sep\|>)?|<[^<>\n]*>?|\[[^\[\]<\n]*\]|[\[\](){}]|[^\s<\[\](){}]+"
 )
 
 
 def marks_of(written: str) -> list[str]:
-    """Return the marks of a literal, in order, without the blanks between them."""
-    return [found[0] for found in MARK.finditer(written)]
+    """Return the delimiters in a literal, in order, without the whitespace between them."""
+    return [match[0] for match in MARK.finditer(written)]
 
 
 def loose(written: str) -> str:
-    """Return a pattern of a literal with any blanks between its marks; a fence of Markdown may be missing."""
+    """Return a pattern of a literal with any whitespace between its delimiters and optional Markdown fences."""
     escaped = (
         f"(?:{re.escape(mark)})?" if mark.startswith("```") else re.escape(mark) for mark in marks_of(written)
     )
@@ -364,35 +366,35 @@ def loose(written: str) -> str:
 
 
 def value_end(text: str, start: int, limit: int, token: re.Pattern[str] = JSON_TOKEN, *, depth: int = 0) -> int:
-    """Return the end of the object or array at `start`; -1 if its last bracket is not before `limit`.
+    """Return the end of the object or array at `start`; -1 if its closing bracket is not before `limit`.
 
-    The text between the brackets need not be well-formed. `depth` brackets are open before. Takes linear time.
+    The text between the brackets may be malformed. `depth` is the number of brackets already open. Linear time.
     """
-    for found in token.finditer(text, start, limit):
-        opening, closing = found.groups()
+    for match in token.finditer(text, start, limit):
+        opening, closing = match.groups()
         depth += (opening is not None) - (closing is not None)
         if depth <= 0:
-            return found.end() if closing is not None else -1
+            return match.end() if closing is not None else -1
     return -1
 
 
 def _strings(quote: str) -> str:
-    """The pattern of strings: Python's, JSON's, and those between marks of their own."""
+    """Return the pattern of strings in Python's or JSON's syntax, or between `quote` delimiters."""
     own = re.escape(quote)
     return f"{own}(?:(?!{own}).)*+(?:{own})?|{_STRINGS}" if quote else _STRINGS
 
 
 def literals_as_json(text: str, quote: str = "", assign: str = "") -> str:
-    """Return Python's literals as JSON: its strings, its words, and bare keys before `assign`.
+    """Convert Python literals to JSON: strings (also between `quote`), constants, unquoted keys before `assign`.
 
-    Strings stand between `quote` too. What has no end stays without it.
+    An unterminated string stays unterminated.
     """
     key = rf"(?P<key>{_BARE_KEY})\s*+{assign}" if assign else "(?P<key>(?!))"
 
-    def as_json(found: re.Match[str]) -> str:
-        written = found[0]
-        if found["key"] is not None:
-            return f'"{found["key"]}": '
+    def as_json(match: re.Match[str]) -> str:
+        written = match[0]
+        if match["key"] is not None:
+            return f'"{match["key"]}": '
         if written in _PYTHON_WORDS:
             return _PYTHON_WORDS[written]
         if not quote or not written.startswith(quote):
@@ -406,11 +408,11 @@ def literals_as_json(text: str, quote: str = "", assign: str = "") -> str:
 
 
 def _python_string(written: str) -> str:
-    """A string of Python or JSON as JSON; one without its end stays without it."""
+    """Convert a Python or JSON string to JSON. An unterminated string stays unterminated."""
     mark, is_whole = written[0], len(written) > 1 and written.endswith(written[0])
-    for read in (loads, ast.literal_eval):
+    for parse in (loads, ast.literal_eval):
         try:
-            value = read(written.replace("\n", "\\n") + ("" if is_whole else mark))
+            value = parse(written.replace("\n", "\\n") + ("" if is_whole else mark))
         except (SyntaxError, ValueError):
             continue
         return json.dumps(value, ensure_ascii=False) if is_whole else begun_json(value)
@@ -418,39 +420,40 @@ def _python_string(written: str) -> str:
 
 
 def begun_json(value: JSON) -> str:
-    """Return an object or a string as JSON that was cut before its last character."""
+    """Return an object or a string as JSON without its last character."""
     return json.dumps(value, ensure_ascii=False)[:-1]
 
 
 def read_arguments(text: str, name: str) -> dict[str, JSON]:
-    """Read the arguments of a call whose name stands before them. Raises MalformedCall."""
+    """Parse arguments written as JSON after the call's name. Raises MalformedCall."""
     text = text.lstrip()
     try:
         arguments = loads(text)
     except ValueError as error:
         raise MalformedCall(f"the arguments are not valid JSON: {error}", name, text) from error
     if not isinstance(arguments, dict):
-        raise MalformedCall("the arguments are not a JSON object", name)
+        raise MalformedCall("the arguments must be a JSON object", name)
     return arguments
 
 
 def check_name(name: JSON) -> str:
-    """Return a name that a tool may have. Raises MalformedCall."""
+    """Return `name` if it is a valid tool name. Raises MalformedCall."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        raise MalformedCall('the tool call has no "name", or one that is not a short string')
+        raise MalformedCall(f'the tool call needs a "name" of 1 to {MAX_NAME_CHARS} characters')
     return name
 
 
 def tool_parameters(tools: Tools, name: str) -> Mapping[str, JSON]:
-    """Return the schema of a tool's parameters; an empty one for an unknown tool."""
+    """Return the schema of a tool's parameters; an empty mapping for an unknown tool."""
     functions = (tool.get("function", tool) for tool in tools)
-    return next((one.get("parameters") or {} for one in functions if one.get("name") == name), {})
+    return next((function.get("parameters") or {} for function in functions if function.get("name") == name), {})
 
 
 def typed_value(value: str, schema: JSON, root: JSON) -> JSON:
-    """Return the value as its schema types it: null, then text, then JSON; text if `schema` is None.
+    """Convert unquoted text to the first of null, string and other JSON that `schema` allows.
 
-    Raises ValueError for text that is not JSON where no string is allowed.
+    Without a schema the value is a string. Raises ValueError if the schema allows no string and the text is not
+    JSON.
     """
     if schema is None:
         return value
@@ -462,10 +465,10 @@ def typed_value(value: str, schema: JSON, root: JSON) -> JSON:
         try:
             parsed = loads(bare)
         except ValueError:
-            parsed = loads(literals_as_json(bare))  # some templates print Python's spelling
+            parsed = loads(literals_as_json(bare))  # some templates print values in Python syntax
     except ValueError as error:
         if "string" in types:
-            return value  # the tool, not the parser, refuses a string that its schema does not list
-        raise ValueError(f"it does not have its schema's type: {error}") from error
+            return value  # the tool, not the parser, rejects a string that its schema does not list
+        raise ValueError(f"the value does not have a type that its schema allows: {error}") from error
     is_text = types != ALL_TYPES and "string" in types and first_allowed([parsed], schema, root) is None
     return value if is_text else parsed

@@ -1,7 +1,8 @@
-"""Values and port of the parsers. A parser is a pure function of the sampled turn.
+"""The parser protocol and its value types. A parser is a pure function of the sampled turn.
 
-Invariants: what a policy writes is never executed, never raises and never vanishes. Text marked as a call is a
-call, MALFORMED where it cannot be read; all other text is content. Every parser takes time linear in the text.
+Invariants: text that a policy wrote is never executed, never raises and never disappears. Text with a call's
+delimiters is a call, with status MALFORMED if it cannot be parsed; all other text is content. Parsing takes time
+linear in the text.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from agentloop.errors import InvalidRequest
 from agentloop.types import JSON, Constraint, ToolCall, ToolCallStatus
 
 MAX_CALLS = 256
-"""Calls of one turn that are read. All that follow become one MALFORMED call, whose error tells their number."""
+"""Maximum number of parsed calls per turn. All further calls become one MALFORMED call."""
 
 MAX_NAME_CHARS = 256
 
 Tools: TypeAlias = Sequence[Mapping[str, JSON]]
-"""Definitions of tools in the OpenAI function format, or the functions alone."""
+"""Tool definitions in the OpenAI function format, or only their `function` objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class DecodedText:
     ends: tuple[int, ...]
 
     def token_span(self, start: int, end: int) -> tuple[int, int]:
-        """Return the tokens `[start, end)` of the characters `[start, end)`, at least one where there is any."""
+        """Return the token range that covers the characters `[start, end)`."""
         first = bisect_right(self.ends, start)
         last = min(bisect_left(self.ends, end) + 1, len(self.ends))
         return first, max(first, last)
@@ -40,27 +41,23 @@ class DecodedText:
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A sampled turn: its text outside calls, stripped, and its calls in the order they were written.
-
-    `reasoning` holds the reasoning after the first one, of formats that allow it between other text. `closing` is
-    the text that is missing after the last call if the turn ends there: the end of the call, or of its section.
-    """
+    """A parsed turn: its text outside calls, stripped, and its calls in the order in which they were written."""
 
     content: str
     calls: tuple[ToolCall, ...]
-    reasoning: str = ""
-    closing: str = ""
+    reasoning: str = ""  # reasoning after the initial one, in formats that allow reasoning between other text
+    closing: str = ""  # the text to append if the turn ends after its last call: end of the call and its section
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The marks around the thought at a turn's beginning. The prompt may end with `open`."""
+    """The delimiters of the reasoning at the beginning of a turn. The prompt may end with `open`."""
 
     open: str = "<think>"
     close: str = "</think>"
 
     def around(self, thought: str) -> str:
-        """Return the thought as its family's templates write it before an answer."""
+        """Return the reasoning with its delimiters and whitespace, as the family's templates write it."""
         if self == ThoughtMarks():
             return f"{self.open}\n{thought}\n{self.close}\n\n"
         return f"{self.open}{thought}{self.close}"
@@ -76,53 +73,57 @@ THOUGHT_MARKS = (
     ThoughtMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ThoughtMarks(),
 )
-"""The marks that families have for thoughts; those of most of them last."""
+"""The reasoning delimiters of the model families. The first pair in a template is used; the default is last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of one family's turns, by which a turn is read before its end.
+    """The delimiters of one family's turns, used to parse a turn while it is sampled.
 
-    Text before the first mark of a call is content. A well-formed call behind `closing` stays as it is, whatever
-    follows. All fields agree with the parser's `parse`.
+    Text before the first delimiter of a call is content. After `closing`, later text no longer changes a
+    well-formed call. All fields are consistent with the parser's `parse`.
     """
 
-    openings: tuple[str, ...]  # marks of a call, first that of a well-written one; "" if any text may be one
-    closing: str | None = None  # the mark that ends a call; None: calls are certain at the turn's end only
-    leading: tuple[str, ...] = ()  # marks of a call at the beginning of the content only, behind blanks
-    trailing: str = ""  # belongs to the call before it, blanks between: the end of a section of calls
-    headers: tuple[str, ...] = ()  # stand around content and are none; what is before and behind is two lines
+    # Delimiters that begin a call, the regular one first; "" if any text may begin a call.
+    openings: tuple[str, ...]
+    closing: str | None = None  # the delimiter that ends a call; None: calls are only certain at the turn's end
+    leading: tuple[str, ...] = ()  # delimiters that begin a call only at the start of the content, after whitespace
+    # The end of a section of calls, which belongs to the call before it (whitespace between them).
+    trailing: str = ""
+    headers: tuple[str, ...] = ()  # delimiters in content that are removed; the texts around them become two lines
     thoughts: ThoughtMarks = ThoughtMarks()
 
 
 def segments(text: str, headers: Sequence[str]) -> list[str]:
-    """Return the text between headers, stripped, without the empty parts."""
+    """Return the stripped, non-empty texts between headers."""
     pattern = "|".join(re.escape(header) for header in sorted(headers, key=len, reverse=True))
     parts = re.split(pattern, text) if pattern else [text]
     return [part for part in map(str.strip, parts) if part]
 
 
 class Parser(Protocol):
-    """The turn syntax of one model family. Equal texts have equal results."""
+    """The turn syntax of one model family. Parsing is deterministic."""
 
     @property
     def marks(self) -> Marks:
-        """The marks by which a turn is read while it is sampled."""
+        """The delimiters used to parse a turn while it is sampled."""
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
-        """Return content and calls of a turn behind its thought, without its stop token. Never raises on any text.
+        """Return content and calls of a turn without its reasoning and its stop token. Never raises.
 
         Call ids are `call_{turn_index}_{i}`.
         """
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
-        """Return the constraint to calls of `tools` and nothing else: one or more, exactly one unless
-        `is_parallel`. `forced` is the only tool that may be called. Arguments fit their schemas, `strict` or not.
-        Raises InvalidRequest if no such turn can be written."""
+        """Return the constraint that allows only calls of `tools`: exactly one, or one or more if `is_parallel`.
+
+        `forced` is the only tool that may be called. Arguments must match their schemas, with or without `strict`.
+        Raises InvalidRequest if the format cannot express this.
+        """
 
 
 class NoCallsParser:
-    """The parser of models without readable calls, which are shown no tools: text behind the thought is content."""
+    """The parser of models whose calls cannot be parsed and which are shown no tools: the answer is content."""
 
     def __init__(self, thoughts: ThoughtMarks, headers: tuple[str, ...] = ()) -> None:
         self.marks = Marks((), thoughts=thoughts, headers=headers)
@@ -131,21 +132,23 @@ class NoCallsParser:
         return ParsedTurn("\n".join(segments(decoded.text, self.marks.headers)), ())
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
-        raise InvalidRequest("this service reads no tool calls: its model has no parser", param="tools")
+        raise InvalidRequest(
+            "tools are not supported: no parser is configured for this model (see chat.parser)", param="tools"
+        )
 
 
 @dataclass(eq=False)
 class MalformedCall(Exception):
-    """The reason why a call cannot be read."""
+    """Raised if a call cannot be parsed."""
 
-    error: str  # in one line, for the policy
-    name: str = ""  # the tool's, if it can be read
-    partial: str = ""  # JSON of the arguments, as far as they can be read
-    at: int = 0  # the call goes up to there at least
+    error: str  # one line, shown to the policy
+    name: str = ""  # the tool's name, if it can be parsed
+    partial: str = ""  # the parsed prefix of the arguments as JSON
+    at: int = 0  # the minimum end position of the call
 
 
 class TurnBuilder:
-    """The collector of a turn from left to right; it numbers the calls and finds their tokens."""
+    """Collects a turn's content and calls from left to right, assigns call ids and maps calls to token ranges."""
 
     def __init__(self, decoded: DecodedText, turn_index: int, headers: Sequence[str] = ()) -> None:
         self.text = decoded.text
@@ -159,7 +162,7 @@ class TurnBuilder:
 
     @property
     def is_full(self) -> bool:
-        """True once no further call is read: `add_rest` takes the remainder."""
+        """True if no further call may be added; use `add_rest` for the remaining text."""
         return len(self._calls) >= MAX_CALLS
 
     def add_content(self, text: str) -> None:
@@ -172,20 +175,20 @@ class TurnBuilder:
     def add_call(
         self, start: int, end: int, name: str, arguments: Mapping[str, JSON], call_id: str = "", note: str = ""
     ) -> None:
-        """Add a call with the id that was written; `note` is what a lenient parser forgave."""
+        """Add a call with the id that the policy wrote; `note` is the deviation that a lenient parser accepted."""
         error = f"read leniently: {note}" if note else None
         self._add(start, end, ToolCall("", name, arguments, error=error, written_id=call_id))
 
     def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
-        """Add a malformed call. `is_cut`: the turn's end alone ended it."""
+        """Add a malformed call. `is_cut`: the call extends to the end of the turn and may be incomplete."""
         name, status = malformed.name[:MAX_NAME_CHARS], ToolCallStatus.MALFORMED
         text, partial = self.text[start:end], malformed.partial if is_cut and name else None
         call = ToolCall("", name, {}, status, malformed.error, text=text, partial_arguments=partial)
         self._add(start, end, call)
 
     def add_rest(self, start: int, num_calls: int) -> None:
-        """Add all calls from `start` on as one, which bounds what a policy that repeats without end can cost."""
-        error = f"{max(1, num_calls)} tool calls after the first {MAX_CALLS} were not read"
+        """Add all text from `start` as one malformed call. This bounds the cost of endless repetition."""
+        error = f"{max(1, num_calls)} tool calls after the first {MAX_CALLS} were not parsed"
         self.add_malformed(start, len(self.text), MalformedCall(error))
 
     def read(
@@ -195,16 +198,16 @@ class TurnBuilder:
         counted: str,
         position: int = 0,
     ) -> ParsedTurn:
-        """Read the turn from `position` on. `read_call` adds the calls behind a mark and returns where they end.
+        """Parse the turn from `position`. `read_call` adds the calls at a match of `opening` and returns their end.
 
-        Calls that are too many are numbered by `counted`.
+        Occurrences of `counted` determine the number of calls above `MAX_CALLS`.
         """
-        while (found := opening.search(self.text, position)) is not None:
-            self.add_content(self.text[position : found.start()])
+        while (match := opening.search(self.text, position)) is not None:
+            self.add_content(self.text[position : match.start()])
             if self.is_full:
-                self.add_rest(found.start(), self.text.count(counted, found.start()))
+                self.add_rest(match.start(), self.text.count(counted, match.start()))
                 return self.finish()
-            position = read_call(self, found)
+            position = read_call(self, match)
         self.add_content(self.text[position:])
         return self.finish()
 

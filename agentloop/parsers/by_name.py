@@ -1,4 +1,4 @@
-"""Parsers by their name: our own, and users' by import path; and the choice of one by a chat template."""
+"""Lookup of parsers: built-in ones by name, users' by import path, and the choice of one from a chat template."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ FORMATS: dict[str, tuple[CallFormat, ...]] = {
     "granite": (CallFormat("", "", ObjectKeys(), section=("<|tool_call|>[", "]"), separator=", "),),
 }
 FORMATS["qwen3_coder"] = FORMATS["qwen3_xml"]
-"""The formats that are data, from the models' chat templates; ids and further forms from Kimi-K2's guide to tool
-calls, mistral-common, and llama-models."""
+"""The call formats of `FormatParser`, taken from the models' chat templates. Ids and alternative forms are from
+Kimi-K2's tool-call guide, mistral-common and llama-models."""
 
 
 _THOUGHTS = {"mistral": ThoughtMarks("[THINK]", "[/THINK]")}
@@ -54,36 +54,42 @@ PARSER_NAMES = tuple(_PARSERS)
 
 
 def get_parser(name: str) -> Parser:
-    """Return our own parser called `name`, or a user's at the import path `package.module:Parser`.
+    """Return the built-in parser `name`, or the parser at the import path `package.module:Parser`.
 
-    At the path stands a parser, or a class or function that makes one without arguments. Raises InvalidRequest with
-    param "parser".
+    The path may name a parser, or a class or function that returns one without arguments. Raises InvalidRequest
+    with param "parser".
     """
     if (parser := _PARSERS.get(name)) is not None:
         return parser
     if ":" in name:
         return _imported(name)
-    raise InvalidRequest(f"no parser {name[:64]!r}: there are {', '.join(PARSER_NAMES)}", param="parser")
+    raise InvalidRequest(
+        f"unknown parser {name[:64]!r}: expected one of {', '.join(PARSER_NAMES)}, or an import path such as "
+        "'my_package.parsers:MyParser'",
+        param="parser",
+    )
 
 
 def _imported(path: str) -> Parser:
-    found = resolve(path, param="parser")
-    is_instance = not isinstance(found, type) and hasattr(found, "parse")
+    target = resolve(path, param="parser")
+    is_instance = not isinstance(target, type) and hasattr(target, "parse")
     try:
-        parser: Any = found() if callable(found) and not is_instance else found
+        parser: Any = target() if callable(target) and not is_instance else target
         is_parser = (
             isinstance(parser.marks, Marks)
             and callable(parser.call_constraint)
             and isinstance(parser.parse(DecodedText("", ()), [], 0), ParsedTurn)
         )
-    except Exception as error:  # a user's code, which may raise anything
-        raise InvalidRequest(f"{path} makes no parser: {type(error).__name__}: {error}", param="parser") from error
+    except Exception as error:  # user code may raise anything
+        raise InvalidRequest(
+            f"the parser at {path} failed on an empty turn: {type(error).__name__}: {error}", param="parser"
+        ) from error
     if not is_parser:
-        raise InvalidRequest(f"{path} is no parser: it must be an agentloop.parsers.Parser", param="parser")
+        raise InvalidRequest(f"{path} is not a parser: it must implement agentloop.parsers.Parser", param="parser")
     return cast(Parser, parser)
 
 
-# What a template holds if it writes a family's calls, with the parser. Of several that are there the first counts.
+# Parser names with the substrings of a template that writes this family's calls. The first match is used.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json")),
@@ -102,15 +108,15 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def choose_parser(template_source: str, literals: Collection[str]) -> tuple[str | None, str]:
-    """Choose a parser by a template's text. Returns its name, None if none reads the calls, and the reason.
+    """Choose a parser from a template's source. Returns its name, or None, and a one-line reason.
 
-    The reason is one line. It names `literals`, the tokenizer's added tokens.
+    The reason lists the matched delimiters that are in `literals`, the tokenizer's added tokens.
     """
     if "tool" not in template_source:
-        return None, "the chat template shows no tools"
+        return None, "the chat template does not support tools"
     for name, signs in _SIGNS:
         if all(sign in template_source for sign in signs):
             tokens = [sign for sign in signs if sign in literals]
-            known = f", and {', '.join(tokens)} in the tokenizer" if tokens else ""
-            return name, f"the chat template writes {' '.join(signs)}{known}"
-    return None, f"the chat template writes calls as none of {', '.join(PARSER_NAMES)} reads them"
+            suffix = f", and {', '.join(tokens)} in the tokenizer" if tokens else ""
+            return name, f"the chat template writes {' '.join(signs)}{suffix}"
+    return None, f"none of the parsers {', '.join(PARSER_NAMES)} matches the chat template's call format"

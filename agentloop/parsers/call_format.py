@@ -1,9 +1,9 @@
-"""One reader and one grammar for all formats of calls that are data: marks, and the notation of arguments.
+"""Parser and grammar for call formats described by data: delimiters and an argument syntax.
 
-A format is written by hand (`by_name.py`) or derived from what a template writes (`derive.py`). The reader forgives
-blanks between marks, and missing marks behind a whole object; whatever else is wrong makes a call malformed, up to
-the next mark. Linear: a turn has at most `MAX_CALLS` calls, and an object's end is looked for up to the fourth mark
-that follows (a mark may stand inside a string), so each character is read a bounded number of times.
+A format is defined in `by_name.py` or derived from a template's output (`derive.py`). The parser accepts whitespace
+between delimiters, and missing delimiters after a complete JSON object. Any other error makes a malformed call that
+extends to the next delimiter. Invariant: time linear in the text, because a turn has at most `MAX_CALLS` calls and
+the end of an object is searched only up to the fourth following delimiter (a delimiter may be inside a string).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _NEVER = "(?!)"
 _WRITTEN = {ID: "[a-zA-Z0-9]{9}", NUMBER: "[0-9]{1,4}"}
 
 _Call: TypeAlias = tuple[int, str, Mapping[str, JSON], str, str]
-"""Where the call ends, its name and arguments, the id that was written, and what was forgiven."""
+"""End position, name, arguments, written id, and a note on lenient parsing."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The text around calls: `section begin NAME middle ARGUMENTS end separator begin ... end section`."""
+    """A call format: `section[0] begin NAME middle ARGUMENTS end separator begin ... end section[1]`."""
 
     begin: str
     end: str
@@ -54,41 +54,41 @@ class CallFormat:
     middle: str = ""
     section: tuple[str, str] = ("", "")
     separator: str = "\n"
-    is_bare: bool = False  # calls may begin a turn without a mark; without any `begin` one a turn
-    is_numbered: bool = False  # the name is written as `functions.NAME:NUMBER`, which is the call's id
-    is_lenient: bool = False  # an object without arguments is a call
+    is_bare: bool = False  # calls may begin a turn without a delimiter; with an empty `begin`, one call per turn
+    is_numbered: bool = False  # the name is written as `functions.NAME:NUMBER`, which is also the call's id
+    is_lenient: bool = False  # a JSON object without arguments is a call
 
     @property
     def outer(self) -> str:
-        """The mark of a turn's first call; empty if it has none."""
+        """The delimiter that begins a turn's first call; empty if the format has none."""
         marks = marks_of(self.section[0]) or self._own_marks
         return marks[0] if marks and len(marks[0]) > 1 else ""
 
     @property
     def inner(self) -> str:
-        """The mark of each call, as `<function=` behind `<tool_call>`; empty if only the section has one."""
+        """The delimiter of each call, like `<function=` after `<tool_call>`; empty if only the section has one."""
         first = next(iter(self._own_marks), "")
-        begun = (mark for mark in self._own_marks if mark.startswith("<") and not mark.endswith(">"))
-        return first if self.section[0].strip() else next(begun, first)
+        unterminated = (mark for mark in self._own_marks if mark.startswith("<") and not mark.endswith(">"))
+        return first if self.section[0].strip() else next(unterminated, first)
 
     @property
     def _own_marks(self) -> list[str]:
-        """The marks before the name by which a call is told from text."""
+        """The delimiters before the name, which distinguish a call from text."""
         return [] if self.is_bare else marks_of(self.begin.partition(ID)[0])
 
     @property
     def is_single(self) -> bool:
-        """True if one call a turn is read."""
+        """True if only one call per turn is parsed."""
         return self.is_bare and not self.begin
 
     @property
     def is_listed(self) -> bool:
-        """True if what ends a call does not tell: another may follow, up to the section's end."""
+        """True if the end of a call is ambiguous: another call may follow, until the end of the section."""
         return not self.begin.strip() or bool(self.separator.strip())
 
 
 class FormatParser:
-    """The reader of one format, or of two with the same first mark, told apart call by call."""
+    """Parses one call format, or several that begin with the same delimiter and are distinguished per call."""
 
     def __init__(
         self, thoughts: ThoughtMarks, form: CallFormat, *others: CallFormat, headers: tuple[str, ...] = ()
@@ -108,15 +108,15 @@ class FormatParser:
         self._counted = form.inner or outer or '"name"'
         each = f"(?:{re.escape(outer)}\\s*+)?{re.escape(form.inner)}|" if form.inner not in ("", outer) else ""
         self._opening = re.compile(each + (re.escape(outer) or _NEVER))
-        self._writers = [_CallReader(one, self._opening, self._counted) for one in (form, *others)]
+        self._writers = [_CallReader(each_form, self._opening, self._counted) for each_form in (form, *others)]
         self._readers = self._writers
 
     def lenient(self) -> FormatParser:
-        """Return the reader of the same formats that forgives what vLLM and SGLang do. Its grammar is the same.
+        """Return a parser with the same grammar that accepts the same deviations as vLLM and SGLang.
 
-        It reads objects without arguments, and a list where one object stands.
+        These are objects without arguments, and a list of objects in place of one object.
         """
-        form, *others = (replace(one, is_lenient=True) for one in (self.form, *self._others))
+        form, *others = (replace(strict, is_lenient=True) for strict in (self.form, *self._others))
         parser = FormatParser(self.marks.thoughts, form, *others, headers=self.marks.headers)
         if isinstance(form.arguments, ObjectKeys) and form.begin.strip():
             listed = replace(form, begin="", end="", section=(f"{form.begin}[", f"]{form.end}"), separator=", ")
@@ -125,9 +125,9 @@ class FormatParser:
         return parser
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
-        def read_call(builder: TurnBuilder, found: re.Match[str]) -> int:
-            begun = (one for one in self._readers if one.begins.match(builder.text, found.start()))
-            return next(begun, self._readers[0]).read(builder, *found.span(), tools, is_marked=True)
+        def read_call(builder: TurnBuilder, match: re.Match[str]) -> int:
+            candidates = (reader for reader in self._readers if reader.begins.match(builder.text, match.start()))
+            return next(candidates, self._readers[0]).read(builder, *match.span(), tools, is_marked=True)
 
         builder, first = TurnBuilder(decoded, turn_index, self.marks.headers), self._readers[0]
         has_header = decoded.text.lstrip().startswith(self.marks.headers)
@@ -136,17 +136,17 @@ class FormatParser:
         return builder.read(self._opening, read_call, self._counted, position)
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
-        """See `Parser.call_constraint`. Of two formats the policy chooses, at the first character that differs."""
+        """See `Parser.call_constraint`. With several formats, the policy may choose any of them."""
         several = is_parallel and not self.form.is_single
         calls = (
-            calls_of(tools, one.tag, one.section, one.form.separator, forced=forced, is_parallel=several)
-            for one in self._writers
+            calls_of(tools, writer.tag, writer.section, writer.form.separator, forced=forced, is_parallel=several)
+            for writer in self._writers
         )
         return constraint_of(*calls)
 
 
 class _CallReader:
-    """Reads and writes the calls of one format. `note` is what every call of it is forgiven."""
+    """Parses and constrains the calls of one format. `note` is the deviation recorded on every parsed call."""
 
     def __init__(self, form: CallFormat, opening: re.Pattern[str], counted: str, note: str = "") -> None:
         self.form, self._opening, self._counted, self._note = form, opening, counted, note
@@ -158,14 +158,14 @@ class _CallReader:
             section, begin = loose(form.outer), _literal(form.begin[form.begin.index(form.inner) :])
         opened = rf"(?:{section}\s*+){'?' if begin or has_tag else ''}" if section else ""
         first, body = rf"\s*+{opened}{begin}\s*+", self._body()
-        self._first = re.compile(first + body)  # of a turn or section, up to the call's arguments
-        self._element = re.compile(rf"{begin}\s*+{body}")  # the same of a call behind a separator
-        self.begins = re.compile(first + (body or r"(?=\{)"))  # tells this format from another
+        self._first = re.compile(first + body)  # the first call of a turn or section, up to its arguments
+        self._element = re.compile(rf"{begin}\s*+{body}")  # a call after a separator, up to its arguments
+        self.begins = re.compile(first + (body or r"(?=\{)"))  # distinguishes this format from another
         closes = rf"(?:\s*+{loose(form.section[1])})?" if form.section[1].strip() else ""
         needed = next((mark for mark in ends if not mark.startswith("```")), "")
         written = (rf"(?:\s*+{loose(mark)})" + ("" if mark == needed else "?") for mark in ends)
         self._end = re.compile("".join(written) + closes)
-        # What may stand behind a whole object in place of the mark that ends a call.
+        # The text that may follow a complete JSON object in place of the call's closing delimiter.
         self._forgiven = re.compile(rf"\s*+(?:\Z|{opening.pattern}|{loose(form.section[1]) or _NEVER})")
         separator = loose(form.separator)
         after = rf"{separator}\s*+" if separator and not form.is_single else rf"(?:{separator})?\s*+(?=\{{)"
@@ -174,7 +174,7 @@ class _CallReader:
         self._closing = re.compile("|".join(map(re.escape, sorted(closings, key=len))) or _NEVER)
 
     def _body(self) -> str:
-        """The pattern of a name up to its arguments; empty if it is one of them."""
+        """Return the pattern from the name to the arguments; empty if the name is inside the JSON object."""
         form, notation = self.form, self.form.arguments
         if isinstance(notation, ObjectKeys):
             return ""
@@ -185,23 +185,27 @@ class _CallReader:
         ahead = ""
         if isinstance(notation, JsonArguments):
             ahead = r"(?=\{)"
-        elif isinstance(notation, TextParameters) and not middle.strip():  # nothing else ends the name
+        elif isinstance(notation, TextParameters) and not middle.strip():  # the first parameter or the end follows
             behind_name = (*marks_of(notation.open)[:1], *marks_of(form.end)[:1])
             ahead = f"(?={'|'.join(map(re.escape, behind_name))})"
         return rf"(?P<name>{_TOOL_NAME})\s*+{pattern}\s*+{ahead}"
 
     def read(self, builder: TurnBuilder, start: int, position: int, tools: Tools, *, is_marked: bool) -> int:
-        """Add the calls from `start` on, the mark of the first up to `position`; return where the last one ends."""
+        """Add the calls that begin at `start` and return the end of the last one.
+
+        `position` is the end of the first call's opening delimiter.
+        """
         text = builder.text
+        # A value may contain delimiters; limit the search for its end so that it takes linear time.
         later = islice(self._bound.finditer(text, position), _MAX_MARKS_INSIDE, None)
-        limit = next((mark.start() for mark in later), len(text))  # of values, which may hold the next marks
+        limit = next((mark.start() for mark in later), len(text))
         head = self._first.match(text, start)
         while True:
             try:
                 call = self._call(text, head, limit, tools, is_marked=is_marked)
             except MalformedCall as malformed:
-                begun = max(position, malformed.at, head.end() if head is not None else 0)
-                until, end = self._ends(text, begun)
+                resume = max(position, malformed.at, head.end() if head is not None else 0)
+                until, end = self._ends(text, resume)
                 builder.add_malformed(start, end, malformed, is_cut=until == len(text))
                 return end
             if call is None:
@@ -219,12 +223,12 @@ class _CallReader:
     def _call(
         self, text: str, head: re.Match[str] | None, limit: int, tools: Tools, *, is_marked: bool
     ) -> _Call | None:
-        """Read one call; None if an object without a mark is none. Raises MalformedCall."""
+        """Parse one call; None if JSON without a delimiter is not a call. Raises MalformedCall."""
         form, notation = self.form, self.form.arguments
         if head is None:
             shown = marks_of(f"{form.section[0]}{form.begin}...{form.middle}")
-            written = "".join(shown).translate({0: "ID", 1: "NAME", 2: "NUMBER"})
-            raise MalformedCall(f"the tool call does not begin with {written}")
+            syntax = "".join(shown).translate({0: "ID", 1: "NAME", 2: "NUMBER"})
+            raise MalformedCall(f"the tool call must begin with {syntax}")
         if isinstance(notation, ObjectKeys):
             names = None if is_marked else {str(tool.get("function", tool).get("name")) for tool in tools}
             return self._object(notation, text, head.end(), limit, names)
@@ -235,7 +239,7 @@ class _CallReader:
         closed = self._end.match(text, end)
         if closed is None and not (isinstance(notation, JsonArguments) and self._forgiven.match(text, end)):
             further = f"{notation.open}... or " if isinstance(notation, TextParameters) else ""
-            error = f"the tool call has something else where {further}{''.join(marks_of(form.end))} must stand"
+            error = f"expected {further}{''.join(marks_of(form.end))} after the arguments of the tool call"
             raise MalformedCall(error, name, begun_json(arguments), end)
         call_id = call_id if _ID.fullmatch(call_id) else ""
         return end if closed is None else closed.end(), name, arguments, call_id, ""
@@ -245,20 +249,20 @@ class _CallReader:
         closed = self._end.match(text, end) if end >= 0 else None
         if end < 0 or (closed is None and self._forgiven.match(text, end) is None):
             end = self._ends(text, start)[0]
-        found = keys.read(text[start:end], names, lenient=self.form.is_lenient)
-        if found is None:
+        call = keys.read(text[start:end], names, lenient=self.form.is_lenient)
+        if call is None:
             return None
-        return end if closed is None else closed.end(), *found[:3], found[3] or self._note
+        return end if closed is None else closed.end(), *call[:3], call[3] or self._note
 
     def _missing_end(self, written: str) -> str:
-        """Return the literal text that is missing after a call that was read, if no other call follows it."""
+        """Return the text that is missing after a parsed call if it is the last one of the turn."""
         end, section = self.form.end, self.form.section[1]
         if section.strip() and written.endswith(section.strip()):
             return ""
         return section if written.endswith(end.strip()) else end + section
 
     def _ends(self, text: str, start: int) -> tuple[int, int]:
-        """Return where what cannot be read from `start` on ends: before a mark, and behind it if it ends a call."""
+        """Return the end of a malformed call: before the next delimiter, and after it if it closes a call."""
         following = self._opening.search(text, start)
         until = following.start() if following is not None else len(text)
         closing = self._closing.search(text, start, until)
@@ -268,22 +272,25 @@ class _CallReader:
         return closing.start(), max(closing.end(), after.end() if after is not None else 0)
 
     def tag(self, function: Mapping[str, JSON]) -> JSON:
-        """Return the structural tag of one call. Raises InvalidRequest if its tool cannot be written."""
+        """Return the structural tag of a call. Raises InvalidRequest if the format cannot express the name."""
         form, notation, name = self.form, self.form.arguments, str(function.get("name"))
         content = notation.form(function.get("parameters") or NO_PARAMETERS)
         if isinstance(notation, ObjectKeys):
             opened, end = form.begin + notation.begun(name), "}" + form.end
         elif re.fullmatch(_TOOL_NAME, name) is None or name != name.strip():
-            raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
+            raise InvalidRequest(
+                f"the tool name {name[:64]!r} cannot be written in this model's call format: rename the tool",
+                param="tools",
+            )
         else:
-            written = f"functions.{name}:{NUMBER}" if form.is_numbered else name
-            opened, end = form.begin + written + form.middle.rpartition(ID)[2], form.end.replace(NAME, name)
+            written_name = f"functions.{name}:{NUMBER}" if form.is_numbered else name
+            opened, end = form.begin + written_name + form.middle.rpartition(ID)[2], form.end.replace(NAME, name)
         first, *parts = re.split(f"([{ID}{NUMBER}])", opened.replace(NAME, name))
         elements = [matching(_WRITTEN[part]) if part in _WRITTEN else literal(part) for part in parts if part]
         return tagged(first, sequence(*elements, content) if elements else content, end)
 
 
 def _literal(text: str) -> str:
-    """Return the loose pattern of a literal that may hold an id."""
+    """Return the `loose` pattern of a literal that may contain an id."""
     before, is_there, behind = text.partition(ID)
     return rf"{loose(before)}\s*+(?P<id>[^\s<\[]{{1,64}}?)\s*+{loose(behind)}" if is_there else loose(text)

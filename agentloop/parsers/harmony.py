@@ -1,13 +1,11 @@
-"""Turns as gpt-oss writes them, in the harmony format: messages with a channel, and a recipient where they call.
+"""Parser of the harmony format of gpt-oss: messages with a channel, and with a recipient if they are calls.
 
-`<|channel|>analysis<|message|>thought<|end|><|start|>assistant<|channel|>final<|message|>answer`; a call is a
-message whose header names its recipient, `to=functions.NAME`, before or after the channel, and whose body is JSON.
-The prompt ends with `<|start|>assistant`; `<|return|>` and `<|call|>` end a turn. Published at
-https://cookbook.openai.com/articles/openai-harmony. Messages on the channel `analysis` are reasoning, those without
-a recipient on any other channel are content. A header with a recipient that is written in another way, such as with
-a repeated token, makes a malformed call.
-
-Linear: one pattern reads a header from its first token to its last, and never looks back.
+Example: `<|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer`. A call
+is a message with JSON as its body whose header has a recipient, `to=functions.NAME`, before or after the channel.
+Messages on the channel `analysis` are reasoning; messages without recipient on any other channel are content. A
+malformed header with a recipient, such as one with a repeated token, makes a malformed call. Parsing takes linear
+time: one pattern matches a header without backtracking.
+Specification: https://cookbook.openai.com/articles/openai-harmony.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _CALL_STOP = "<|call|>"
 _OPENING = re.compile(
     r"\A(?=\s*+(?:assistant\s*+)*+to=|\s*+(?:assistant\s*+)++<\|(?:channel|start)\|>)|<\|(?:start|channel|constrain)\|>"
 )
-# The tokens of a header in any order and number. A token that ends messages is one of them before other text.
+# Header tokens in any order and number. A token that ends messages is part of a header if other text follows it.
 _ANY_HEADER = re.compile(
     r"(?:[^<]|<(?!\|)|<\|start\|>(?=assistant)|<\|(?:channel|constrain)\|>|"
     r"<\|(?:call|end|return)\|>(?!\s*+(?:<\|(?:start|channel)\|>|\Z)))*+"
@@ -46,7 +44,7 @@ _RECIPIENT = re.compile(r"(?:[\s>]|\A)to=\s*+([^\s<]++)")
 
 
 class HarmonyParser:
-    """Messages of the harmony format. The thought at the turn's beginning is read before, by its marks."""
+    """Parses harmony messages. The caller has removed the reasoning at the beginning of the turn."""
 
     marks = Marks(
         openings=(
@@ -62,7 +60,7 @@ class HarmonyParser:
         return TurnBuilder(decoded, turn_index).read(_OPENING, _read_message, "to=")
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
-        """See `Parser.call_constraint`: one call, as it ends the model's turn."""
+        """See `Parser.call_constraint`. Allows one call, because a call ends the model's turn."""
         return constraint_of(calls_of(tools, _tag, forced=forced, is_parallel=False))
 
 
@@ -72,17 +70,20 @@ def _tag_begin(name: str) -> str:
 
 def _tag(function: Mapping[str, JSON]) -> JSON:
     if re.fullmatch(r"[^\s<>]{1,256}", name := str(function.get("name"))) is None:
-        raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
+        raise InvalidRequest(
+            f"the tool name {name[:64]!r} cannot be written in this model's call format: rename the tool",
+            param="tools",
+        )
     return tagged(_tag_begin(name), call_json(function.get("parameters") or NO_PARAMETERS), _CALL_STOP)
 
 
 def _read_message(builder: TurnBuilder, found: re.Match[str]) -> int:
-    """Add the message that begins there; return where it ends. A token that begins no message is content."""
+    """Add the message at `found` and return its end. A header token without a message is content."""
     text, start = builder.text, found.start()
     header = _ANY_HEADER.match(text, start)
     assert header is not None  # it matches the empty text
     recipients = _RECIPIENT.findall(header[0])
-    if not recipients and header[1] is None:  # no message: all that was looked at, so that none is looked at twice
+    if not recipients and header[1] is None:  # skip all scanned text: scanning it again would take quadratic time
         end = max(header.end(), found.end())
         for piece in re.split(r"(<\|(?:start|channel|constrain)\|>)", text[start:end]):
             builder.add_content(piece)
@@ -95,11 +96,11 @@ def _read_message(builder: TurnBuilder, found: re.Match[str]) -> int:
         return end
     name = recipients[0].removeprefix("functions.")
     try:
-        if header[1] is None:  # the turn's end cut the header, and maybe the name
-            is_whole = not text.endswith(f"to={recipients[0]}")
-            raise MalformedCall("the tool call has no arguments", name if is_whole else "")
+        if header[1] is None:  # the turn was truncated inside the header, possibly inside the name
+            is_complete = not text.endswith(f"to={recipients[0]}")
+            raise MalformedCall("the tool call has no arguments", name if is_complete else "")
         if len(recipients) > 1 or _CALL_HEADER.fullmatch(header[0]) is None:
-            raise MalformedCall(f"the header of the tool call is not {_tag_begin('NAME')}", name)
+            raise MalformedCall(f"the header of the tool call must be {_tag_begin('NAME')}", name)
         builder.add_call(start, end, check_name(name), read_arguments(body, name))
     except MalformedCall as malformed:
         builder.add_malformed(start, end, malformed, is_cut=ending.start() == len(text))

@@ -1,7 +1,7 @@
-"""JSON Schemas: the only resolver of references, and the only checker of keywords that a grammar enforces.
+"""JSON Schema helpers: reference resolution, the values that a schema allows, and keywords that grammars enforce.
 
-Parsers type values by these schemas, grammars are built from them, and the trial of a grammar checks them. At most
-`MAX_REFERENCES` references are followed without a step into the value.
+Parsers convert values with these schemas, and grammars are built from them. At most `MAX_REFERENCES` references are
+followed without a step into the value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentloop.types import JSON
 MAX_REFERENCES: Final = 63
 ALL_TYPES: Final = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
-"""The integers that the parsers read."""
+"""The integers that the parsers accept."""
 
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
@@ -38,17 +38,17 @@ _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)
 _BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _PATTERNS = {
     "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",  # without leap seconds, which many readers refuse
+    "time": f"^{_TIME}$",  # without leap seconds, which many libraries reject
     "date-time": f"^{_DATE}T{_TIME}$",
     "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",
 }
-"""The formats for which xgrammar's own rules accept values that do not exist, such as 2026-02-31."""
+"""Patterns of formats for which xgrammar's own rules accept invalid values, such as 2026-02-31."""
 
 # References
 
 
 def resolve(reference: str, root: JSON) -> JSON:
-    """Return the schema at a JSON pointer such as `#/$defs/Color`. Raises ValueError if no schema is there."""
+    """Return the schema at a JSON pointer such as `#/$defs/Color`. Raises ValueError if there is no schema."""
     shown = f"$ref {reference[:200]!r}"
     if reference != "#" and not reference.startswith("#/"):
         raise ValueError(f"{shown} does not point into the same schema: it must begin with '#/'")
@@ -60,31 +60,32 @@ def resolve(reference: str, root: JSON) -> JSON:
         elif isinstance(target, Mapping) and key in target:
             target = target[key]
         else:
-            raise ValueError(f"{shown} points to nothing in the schema")
+            raise ValueError(f"{shown} has no target in the schema")
     if not isinstance(target, Mapping | bool):
         raise ValueError(f"{shown} does not point to a schema")
     return target
 
 
 def check_references(root: JSON) -> None:
-    """Raise ValueError for a reference without a target, in a circle, or in a chain that is too long."""
+    """Raise ValueError for a reference without a target, in a cycle, or in a chain that is too long."""
     schemas = {id(schema): schema for _, schema in _reachable(root)}
-    following = {key: {id(one) for one in _same_value(schema, root)} for key, schema in schemas.items()}
-    remaining = set(schemas)  # after n rounds: those from which n steps are possible
+    following = {key: {id(node) for node in _same_value(schema, root)} for key, schema in schemas.items()}
+    remaining = set(schemas)  # after n rounds: the schemas from which n steps are possible
     for _ in range(MAX_REFERENCES + 1):
         remaining = {key for key in remaining if not remaining.isdisjoint(following[key])}
     if remaining:
         reference = next((schemas[key]["$ref"] for key in remaining if "$ref" in schemas[key]), None)
         raise ValueError(
-            f"$ref {str(reference)[:200]!r} leads back to itself or is in a chain of more than {MAX_REFERENCES}"
+            f"$ref {str(reference)[:200]!r} is in a cycle or in a chain of more than {MAX_REFERENCES} references"
         )
 
 
 def bundled(schema: JSON, root: JSON) -> JSON:
-    """Return a part of a schema as an independent schema, in the form that xgrammar reads.
+    """Return part of a schema as a self-contained schema that xgrammar accepts.
 
-    Every reference becomes `#/$defs/NAME`, integers without a bound get 64 bits, arrays without a rule for items
-    take any, and the formats of `_PATTERNS` become patterns. Raises ValueError for a reference without a target.
+    Every reference becomes `#/$defs/NAME`, integers without bounds are limited to 64 bits, arrays without a rule
+    for items allow any items, and the formats in `_PATTERNS` become patterns. Raises ValueError for a reference
+    without a target.
     """
     names: dict[int, str] = {}
     definitions: dict[str, JSON] = {}
@@ -93,14 +94,14 @@ def bundled(schema: JSON, root: JSON) -> JSON:
     def copy(node: JSON) -> JSON:
         if not isinstance(node, Mapping):
             return node
-        found = {key: value for key, value in node.items() if key not in _DEFINITIONS}
+        result = {key: value for key, value in node.items() if key not in _DEFINITIONS}
         for key in (*_MAPS, *_LISTS, *_SINGLE):
-            if key in _MAPS and isinstance(value := found.get(key), Mapping):
-                found[key] = {name: copy(one) for name, one in value.items()}
-            elif isinstance(value := found.get(key), list | tuple) and key in _LISTS:
-                found[key] = [copy(one) for one in value]
-            elif key in _SINGLE and key in found:
-                found[key] = copy(found[key])
+            if key in _MAPS and isinstance(value := result.get(key), Mapping):
+                result[key] = {name: copy(item) for name, item in value.items()}
+            elif isinstance(value := result.get(key), list | tuple) and key in _LISTS:
+                result[key] = [copy(item) for item in value]
+            elif key in _SINGLE and key in result:
+                result[key] = copy(result[key])
         if isinstance(reference := node.get("$ref"), str):
             target = resolve(reference, root)
             if id(target) not in names:
@@ -109,26 +110,26 @@ def bundled(schema: JSON, root: JSON) -> JSON:
                     name = f"{base}_{len(names)}"
                 names[id(target)] = name
                 pending.append((name, target))
-            found["$ref"] = f"#/$defs/{names[id(target)]}"
+            result["$ref"] = f"#/$defs/{names[id(target)]}"
         if node.get("type") == "integer" and not _BOUNDS & node.keys():
-            found |= INT64
+            result |= INT64
         pattern = _PATTERNS.get(str(node.get("format")))
         if pattern is not None and "string" in _declared(node) and not node.keys() & _NOT_WITH_FORMAT:
-            found["pattern"] = pattern
-            del found["format"]
+            result["pattern"] = pattern
+            del result["format"]
         if "array" in _declared(node) and not node.keys() & {"items", "prefixItems", "unevaluatedItems"}:
-            found["items"] = True  # xgrammar allows no items next to minItems or maxItems without it
-        return found
+            result["items"] = True  # without it, xgrammar allows no items next to minItems or maxItems
+        return result
 
     whole = copy(schema)
-    while pending:  # not by recursion: the definitions may be a long chain
+    while pending:  # without recursion: the definitions may form a long chain
         name, target = pending.pop()
         definitions[name] = copy(target)
     return {**whole, "$defs": definitions} if definitions else whole
 
 
 def _reachable(root: JSON) -> Iterator[tuple[str, Mapping[str, JSON]]]:
-    """Iterate over a schema, its subschemas and the targets of its references, each once and with its path."""
+    """Yield a schema, its subschemas and the targets of its references, each once with its path."""
     pending, seen = [("", root)], set()
     while pending:
         path, schema = pending.pop()
@@ -137,17 +138,21 @@ def _reachable(root: JSON) -> Iterator[tuple[str, Mapping[str, JSON]]]:
         seen.add(id(schema))
         yield path, schema
         below = [
-            (f"{key}.{name}", one) for key in (*_MAPS, *_DEFINITIONS) for name, one in _map(schema, key).items()
+            (f"{key}.{name}", subschema)
+            for key in (*_MAPS, *_DEFINITIONS)
+            for name, subschema in _map(schema, key).items()
         ]
-        below += [(f"{key}.{index}", one) for key in _LISTS for index, one in enumerate(_list(schema, key))]
+        below += [
+            (f"{key}.{index}", subschema) for key in _LISTS for index, subschema in enumerate(_list(schema, key))
+        ]
         below += [(key, schema[key]) for key in _SINGLE if key in schema]
-        pending += [(f"{path}.{step}" if path else step, one) for step, one in below]
+        pending += [(f"{path}.{step}" if path else step, subschema) for step, subschema in below]
         if isinstance(reference := schema.get("$ref"), str):
             pending.append((reference, resolve(reference, root)))
 
 
 def _same_value(schema: Mapping[str, JSON], root: JSON, keywords: Sequence[str] = _BRANCHES) -> Iterator[JSON]:
-    """Iterate over the schemas of the same value: a reference's target and the branches of `keywords`."""
+    """Yield the schemas that apply to the same value: the reference's target and the branches of `keywords`."""
     if isinstance(reference := schema.get("$ref"), str):
         yield _target(reference, root)
     for key in keywords:
@@ -166,7 +171,7 @@ def _list(schema: Mapping[str, JSON], key: str) -> Sequence[JSON]:
 
 
 def allowed_types(schema: JSON, root: JSON) -> frozenset[str]:
-    """Return the JSON types that a schema allows: `ALL_TYPES` if it does not say."""
+    """Return the JSON types that a schema allows; `ALL_TYPES` if it has no such rule."""
 
     def own(node: Mapping[str, JSON]) -> frozenset[str]:
         types = _declared(node) if "type" in node else ALL_TYPES
@@ -185,7 +190,8 @@ def first_allowed(values: Sequence[JSON], schema: JSON, root: JSON) -> int | Non
         return frozenset(
             index
             for index, value in enumerate(values)
-            if _type_of(value) in types and (listed is None or any(_is_same(value, one) for one in listed))
+            if _type_of(value) in types
+            and (listed is None or any(_is_same(value, candidate) for candidate in listed))
         )
 
     return min(_folded(schema, root, own, frozenset(range(len(values))), {}, 0), default=None)
@@ -195,29 +201,31 @@ def property_schema(parameters: JSON, key: str) -> JSON:
     """Return the schema of one key of an object; None if nothing describes it."""
     levels = list(_levels(parameters, parameters))
     always = {id(node) for node in _levels(parameters, parameters, ("allOf",))}
-    found = [(_map(node, "properties")[key], node) for node in levels if key in _map(node, "properties")]
-    if not found:
+    matches = [(_map(node, "properties")[key], node) for node in levels if key in _map(node, "properties")]
+    if not matches:
         patterns = (
-            (pattern, one, node) for node in levels for pattern, one in _map(node, "patternProperties").items()
+            (pattern, subschema, node)
+            for node in levels
+            for pattern, subschema in _map(node, "patternProperties").items()
         )
-        found = [(one, node) for pattern, one, node in patterns if _may_match(pattern, key)]
-    if not found:
-        found = [(node["additionalProperties"], node) for node in levels if _map(node, "additionalProperties")]
-    parts = [one for one, node in found if id(node) in always]
-    if len(choices := [one for one, node in found if id(node) not in always]) > 1:
+        matches = [(subschema, node) for pattern, subschema, node in patterns if _may_match(pattern, key)]
+    if not matches:
+        matches = [(node["additionalProperties"], node) for node in levels if _map(node, "additionalProperties")]
+    parts = [subschema for subschema, node in matches if id(node) in always]
+    if len(choices := [subschema for subschema, node in matches if id(node) not in always]) > 1:
         choices = [{"anyOf": choices}]
     parts += choices
     return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else None
 
 
 def properties(parameters: JSON) -> dict[str, JSON]:
-    """Return the keys that an object's schema names, in their order, with their schemas."""
+    """Return the properties that an object's schema defines, in order, with their schemas."""
     levels = _levels(parameters, parameters)
     return {key: property_schema(parameters, key) for node in levels for key in _map(node, "properties")}
 
 
 def branches(schema: JSON, root: JSON) -> list[Mapping[str, JSON]]:
-    """Return the schemas at the ends of references, `allOf`, `anyOf` and `oneOf`."""
+    """Return the leaf schemas reached through references, `allOf`, `anyOf` and `oneOf`."""
     return [node for node in _levels(schema, root) if not node.keys() & {"$ref", *_BRANCHES}]
 
 
@@ -227,9 +235,11 @@ def listed_values(node: Mapping[str, JSON]) -> Sequence[JSON] | None:
 
 
 def loosened(parameters: JSON) -> JSON:
-    """Return the schema of an object with the same keys and types, and no other rule."""
-    types = {key: allowed_types(one, parameters) & ALL_TYPES for key, one in properties(parameters).items()}
-    loose = {key: {"type": sorted(one)} if one and one != ALL_TYPES else {} for key, one in types.items()}
+    """Return the schema of an object with the same keys and types, and no other rules."""
+    types = {key: allowed_types(schema, parameters) & ALL_TYPES for key, schema in properties(parameters).items()}
+    loose = {
+        key: {"type": sorted(allowed)} if allowed and allowed != ALL_TYPES else {} for key, allowed in types.items()
+    }
     return {"type": "object", "properties": loose, "additionalProperties": True}
 
 
@@ -241,38 +251,39 @@ def _folded(
     known: dict[int, frozenset[Any]],
     depth: int,
 ) -> frozenset[Any]:
-    """Return the members of `everything` that a schema allows. `own` returns them for a schema's own keywords.
+    """Return the members of `everything` that a schema allows. `own` evaluates a schema's own keywords.
 
-    `known` makes it linear; a reference that leads nowhere, round or too far allows everything.
+    A reference without a target, in a cycle or in a chain that is too long allows everything. `known` caches
+    results by schema, which makes the time linear.
     """
     if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return everything if schema is not False else frozenset()
     if id(schema) in known:
         return known[id(schema)]
     known[id(schema)] = everything
-    found = own(schema)
+    allowed = own(schema)
 
     def of(one: JSON) -> frozenset[Any]:
         return _folded(one, root, own, everything, known, depth + 1)
 
     if isinstance(reference := schema.get("$ref"), str):
-        found &= of(_target(reference, root))
+        allowed &= of(_target(reference, root))
     for key in _BRANCHES:
         if parts := [of(one) for one in _list(schema, key)]:
-            found &= frozenset.intersection(*parts) if key == "allOf" else frozenset.union(*parts)
-    known[id(schema)] = found
-    return found
+            allowed &= frozenset.intersection(*parts) if key == "allOf" else frozenset.union(*parts)
+    known[id(schema)] = allowed
+    return allowed
 
 
 def _levels(schema: JSON, root: JSON, keywords: Sequence[str] = _BRANCHES) -> Iterator[Mapping[str, JSON]]:
-    """Iterate over a schema and all that describe the same value by `keywords`, in their order, each once."""
-    open_ones, seen = [schema], set()
-    while open_ones:
-        node = open_ones.pop()
+    """Yield a schema and all schemas that apply to the same value through `keywords`, in order, each once."""
+    pending, seen = [schema], set()
+    while pending:
+        node = pending.pop()
         if isinstance(node, Mapping) and id(node) not in seen:
             seen.add(id(node))
             yield node
-            open_ones += reversed(list(_same_value(node, root, keywords)))
+            pending += reversed(list(_same_value(node, root, keywords)))
 
 
 def _target(reference: str, root: JSON) -> JSON:
@@ -284,7 +295,7 @@ def _target(reference: str, root: JSON) -> JSON:
 
 def _declared(node: Mapping[str, JSON]) -> frozenset[str]:
     names = {str(name) for name in ([node["type"]] if isinstance(node.get("type"), str) else _list(node, "type"))}
-    names |= {"null"} if node.get("nullable") is True else set()  # as OpenAPI writes it
+    names |= {"null"} if node.get("nullable") is True else set()  # OpenAPI's form
     return frozenset(names | {"integer"} if "number" in names else names)
 
 
@@ -298,7 +309,8 @@ def _is_same(one: JSON, other: JSON) -> bool:
 
 
 def _may_match(pattern: str, key: str) -> bool:
-    """True if a pattern matches, and for one that could take long to find out."""
+    """Return True if the pattern matches `key` or cannot be evaluated."""
+    # A pattern with several quantifiers may backtrack exponentially: do not run it.
     if sum(map(pattern.count, "*+?{")) > (0 if "(" in pattern else 2):
         return True
     try:
@@ -332,10 +344,10 @@ _FORMATS = frozenset(
 
 
 def unenforced(root: JSON) -> str:
-    """Return the first keyword that xgrammar 0.2 accepts and does not enforce, and its path; empty if none.
+    """Return a message about the first keyword that xgrammar 0.2 accepts but does not enforce; empty if none.
 
-    Also returns why a reference cannot be followed. The lists come from xgrammar's behavior, which
-    `tests/parsers/test_json_schema.py` compares with them.
+    Also returns the error of a reference that cannot be resolved. `tests/parsers/test_json_schema.py` compares
+    these lists with the behavior of xgrammar.
     """
     try:
         check_references(root)
@@ -344,8 +356,8 @@ def unenforced(root: JSON) -> str:
                 return f"{problem}{f' at {path[:200]!r}' if path else ''} cannot be enforced"
     except ValueError as error:
         return str(error)
-    except TypeError:  # such as an object where a keyword's value is a name
-        return "the schema is not valid: a keyword has a value of another type"
+    except TypeError:  # for example, an object as the value of `type`
+        return "the schema is invalid: a keyword has a value of the wrong type"
     return ""
 
 
@@ -356,13 +368,13 @@ def _unenforced_here(node: Mapping[str, JSON], root: JSON) -> str:
     if unknown := used & _NEVER:
         return f"'{min(unknown)}'"
     form = next((key for key in _FORMS if key in used), None)
-    # Only a declared string is held to a format; formats of numbers, such as 'int64', are annotations.
+    # xgrammar enforces formats only of declared strings; formats of numbers, such as 'int64', are annotations.
     if "format" in node and form not in ("const", "enum") and "string" in allowed_types(node, root):
         if form is not None:
             return f"'format' next to '{form}'"
         if "type" not in node:
             return "'format' without a 'type'"
-    if form is not None:  # xgrammar reads this keyword and ignores what stands next to it
+    if form is not None:  # xgrammar evaluates this keyword and ignores the keywords next to it
         others = used - {form}
         if "type" in others and allowed_types({form: node[form]}, root) <= _declared(node):
             others -= {"type"}
@@ -383,7 +395,7 @@ def _unenforced_here(node: Mapping[str, JSON], root: JSON) -> str:
 
 
 def _unenforced_text(node: Mapping[str, JSON]) -> str:
-    """Return the rule of a string that is not enforced: only the first kind of rule is."""
+    """Return the string rule that is not enforced: xgrammar enforces one of pattern, format and length."""
     lengths = [key for key in ("minLength", "maxLength") if key in node]
     rules = [key for key in ("pattern", "format") if key in node] + lengths[:1]
     if len(rules) > 1:
@@ -394,7 +406,7 @@ def _unenforced_text(node: Mapping[str, JSON]) -> str:
 
 
 def _unenforced_keys(node: Mapping[str, JSON]) -> str:
-    """Return the rule for an object's keys that is not enforced, as it overlaps with another rule."""
+    """Return the rule on an object's keys that is not enforced because it overlaps with another rule."""
     named, patterns = _map(node, "properties"), _map(node, "patternProperties")
     if missing := [key for key in _list(node, "required") if key not in named]:
         return f"'required' of {str(missing[0])[:64]!r}, which 'properties' does not describe,"
@@ -404,7 +416,7 @@ def _unenforced_keys(node: Mapping[str, JSON]) -> str:
 
 
 def _are_disjoint(one: JSON, other: JSON, root: JSON, depth: int = 0) -> bool:
-    """Return True if no value fits both, by their types, their values, or those of a property that both require."""
+    """Return True if types, listed values or a property that both require show that no value matches both."""
     if not allowed_types(one, root) & allowed_types(other, root):
         return True
     (first, *more), (second, *others) = branches(one, root) or [{}], branches(other, root) or [{}]

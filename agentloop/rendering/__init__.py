@@ -1,1 +1,1 @@
-"""Messages to token ids and back: template, tokenizer, and the bridge between turns."""
+"""Chat messages to token ids and back: chat template, tokenizer, and the bridge between turns."""

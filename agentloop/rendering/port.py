@@ -1,7 +1,7 @@
-"""The renderer as its users see it: messages to ids, the bridge between turns, and ids to text.
+"""The renderer protocols: messages to token ids, the bridge between turns, and token ids to text.
 
-There are three sources of renderers: our own, by the model folder's chat template (`TemplateRenderer`); an import
-path; and adapters over libraries. All have these two protocols; methods may be called from several threads.
+Implementations: `TemplateRenderer` (the model folder's chat template), a class given by import path, and adapters
+over libraries. Methods may be called from several threads.
 """
 
 from __future__ import annotations
@@ -15,52 +15,47 @@ from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.types import JSON, Message, Thinking
 
 NO_KWARGS: Mapping[str, JSON] = {}
-NAMED_ROLES = frozenset(
-    {"system", "user", "assistant"}
-)  # of messages that may have a `name`, beside tools' answers
+# Roles whose messages may have a `name`; tool results always have one.
+NAMED_ROLES = frozenset({"system", "user", "assistant"})
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """The end of a sampled turn, from which a bridge continues.
+    """The state at the end of a sampled turn, from which a bridge continues."""
 
-    `stop_id` is the stop token that was sampled last, None for a turn that was cut. `is_thinking`: it was cut
-    inside a thought. `written_ids` are pairs of the ids of its calls: ours, and the policy's. `num_calls` are those
-    of the conversation before it: some templates number results. `closing` is the text that completes a turn which
-    was ended after its first call: the rest of the call, and the end of a section of calls. None for other turns.
-    """
-
-    stop_id: int | None = None
-    is_thinking: bool = False
-    written_ids: tuple[tuple[str, str], ...] = ()
-    num_calls: int = 0
+    stop_id: int | None = None  # the sampled stop token; None if the turn was truncated
+    is_thinking: bool = False  # the turn was truncated inside its reasoning
+    written_ids: tuple[tuple[str, str], ...] = ()  # per call: the id that we assigned, the id that the policy wrote
+    num_calls: int = 0  # calls in the conversation before this turn: some templates number tool results
+    # The text that completes a turn which was stopped after its first call: the rest of the call and the end of the
+    # section of calls. None for all other turns.
     closing: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts of one model's chat format, for the choice of a parser and for reports.
+    """Properties of one model's chat format, used to choose a parser and in reports.
 
-    The three `*_turns` say why turns that tools answer, that a user answers under tools, and that a user answers
-    without tools cannot be bridged; None: they can, exactly.
+    `tool_turns`, `user_turns` and `plain_turns` give the reason why a turn cannot be bridged exactly; None if it
+    can.
     """
 
-    template_source: str  # empty where no template is used
-    template_arguments: frozenset[str]  # the names of the further arguments that it reads
-    literals: frozenset[str]  # the added tokens that are marks: control tokens and markup such as `<think>`
+    template_source: str  # empty if no template is used
+    template_arguments: frozenset[str]  # names of the additional arguments that the template reads
+    literals: frozenset[str]  # the added tokens that are delimiters: control tokens and markup such as `<think>`
     stop_tokens: tuple[str, ...]
-    tools_objection: str | None  # why tools cannot be shown, or their calls not be read; None: they can
-    strips_thinking: bool  # its own rendering drops thoughts before the last user turn
-    tool_turns: str | None = None
-    user_turns: str | None = None
-    plain_turns: str | None = None
+    tools_objection: str | None  # why tools cannot be shown or calls cannot be parsed; None if both work
+    strips_thinking: bool  # the template's own rendering drops reasoning before the last user turn
+    tool_turns: str | None = None  # turns followed by tool results
+    user_turns: str | None = None  # turns followed by a user message, in a conversation with tools
+    plain_turns: str | None = None  # turns followed by a user message, in a conversation without tools
     thinking: Thinking = Thinking.KEEP
     shown_names: frozenset[str] = NAMED_ROLES  # the roles whose messages' `name` is shown to the policy
-    shows_calls: bool = True  # false: a whole rendering has earlier calls as the text that the policy wrote
+    shows_calls: bool = True  # false: a complete rendering shows earlier calls as the text that the policy wrote
 
     @property
     def supports_tools(self) -> bool:
-        """True if conversations may have tools, calls and their answers."""
+        """True if conversations may have tools, calls and tool results."""
         return self.tools_objection is None
 
 
@@ -69,30 +64,30 @@ class TokenText(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Ids an engine can sample are below this: the model's size, padding included, or the tokenizer's."""
+        """The upper bound (exclusive) of sampled ids: the larger of the model's and the tokenizer's sizes."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn, the model's own first. Never empty."""
+        """The ids that end a turn, the ids that the model folder declares first. Never empty."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The ids that the tokenizer itself calls special, as `skip_special_tokens` means it."""
+        """The ids that the tokenizer flags as special, which `skip_special_tokens` removes."""
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of a text in which control tokens are spelled out; nothing is added."""
+        """Return the ids of a text in which control tokens are spelled out. No BOS or EOS token is added."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included, nothing stripped."""
+        """Return the text of ids, including special tokens, without stripping."""
 
     def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
         """Return `decode(ids)`, with the number of characters complete after each id, in linear time."""
 
     def decoder(self) -> TextDecoder:
-        """Make a decoder for ids that come in pieces."""
+        """Return a new incremental decoder."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text: they may be a part of a character."""
+        """Return the bytes that one token adds to a text. They may be part of a character."""
 
 
 class Renderer(TokenText, Protocol):
@@ -100,7 +95,7 @@ class Renderer(TokenText, Protocol):
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the model's chat format, under the renderer's own template arguments."""
+        """Properties of the model's chat format with the renderer's own template arguments."""
 
     def render(
         self,
@@ -110,10 +105,11 @@ class Renderer(TokenText, Protocol):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """Return the ids of the whole prompt, generation prompt included. Time grows with all of the text.
+        """Return the ids of the complete prompt with its generation prompt, in time linear in its text.
 
-        `is_open`: the last message is the beginning of the reply, and the prompt ends with its content. Raises
-        InvalidRequest for what cannot be rendered by any template, TemplateError for what this one refuses.
+        With `is_open`, the last message is the beginning of the reply, and the prompt ends with its content. Raises
+        InvalidRequest for messages that no template can render, and TemplateError for messages that this template
+        refuses.
         """
 
     def bridge(
@@ -125,9 +121,9 @@ class Renderer(TokenText, Protocol):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """Return the ids between an assistant turn's sampled ids and the next turn's; none of them are sampled.
+        """Return the ids between the sampled ids of an assistant turn and those of the next turn.
 
-        `is_open` as for `render`. Raises as `render`, and TemplateNotPrefixStable where these messages cannot be
-        appended as the model's own rendering would show them: the caller then renders the whole conversation, and
-        forks.
+        `is_open` as in `render`. Raises the errors of `render`, and TemplateNotPrefixStable if the appended
+        messages cannot be shown as the model's own rendering would show them. The caller then renders the complete
+        conversation and starts a new branch.
         """

@@ -1,12 +1,9 @@
-"""A Hugging Face chat template, and prompts and bridges that are rendered with it.
+"""Prompts and bridges rendered with a Hugging Face chat template.
 
-A template is foreign code: it runs sandboxed, and its exceptions become `TemplateError`. Rendering is a pure
-function of its arguments; the date that a template may ask for is constant, so that prompts do not change at
-midnight.
-
-A bridge is the text between a sampled turn and the next prompt. It is the end of a rendering of a synthetic turn
-and the messages that follow it, cut at a random mark in the synthetic turn, because the text of a turn may depend
-on the messages after it. `trial.py` tests a template, and a `Renderer` refuses the templates that fail there.
+A template is untrusted code: it runs in a sandbox, and its exceptions become `TemplateError`. Rendering is a pure
+function of its arguments. A bridge is the text between a sampled turn and the next generation. `PromptText` renders
+a synthetic turn with the appended messages and cuts the result at a random marker inside the synthetic turn,
+because the text of a turn may depend on the messages after it. `trial.py` checks each template.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 from agentloop.values.vocabulary import TEKKEN, TEKKEN_NAMES, read_json, tekken_template
 
-FROZEN_DATE = datetime.date(2025, 1, 1)
+FROZEN_DATE = datetime.date(2025, 1, 1)  # constant: prompts that print the date must not change at midnight
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OWN_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
@@ -55,9 +52,9 @@ def token_text(value: JSON) -> str | None:
 
 
 class ChatTemplate:
-    """A compiled template, and a folder's template for tools if there is one. Safe to use from several threads.
+    """A compiled chat template, with the folder's separate template for tools if it has one. Thread-safe.
 
-    Every rendering gets `special_tokens`, `kwargs`, and `date` as today's date.
+    Every rendering receives `special_tokens`, `kwargs`, and `date` as the current date.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class ChatTemplate:
         kwargs: Mapping[str, JSON] = NO_KWARGS,
         date: datetime.date = FROZEN_DATE,
     ) -> None:
-        """Raises TemplateError if a source does not compile, and InvalidRequest for arguments that are not free."""
+        """Raises TemplateError if a source does not compile, and InvalidRequest if `kwargs` has a reserved name."""
         environment = _environment(date)
         self.source = source if tool_source is None else f"{source}\n{tool_source}"
         self._template = _compiled(environment, source)
@@ -101,7 +98,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def arguments(self) -> frozenset[str]:
-        """The names of the further arguments that it reads."""
+        """Names of the variables that the template reads in addition to those that every rendering sets."""
         names = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
         return frozenset(names) - _OWN_KWARGS - {"documents", *self._environment.globals}
 
@@ -113,7 +110,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         kwargs: Mapping[str, JSON] = NO_KWARGS,
     ) -> str:
-        """Return the conversation as text; `kwargs` go before its own. Raises TemplateError with the objection."""
+        """Return the conversation as text. `kwargs` override the template's own. Raises TemplateError."""
         values: dict[str, JSON] = {"documents": None, **self._special_tokens, **self._kwargs, **kwargs}
         values["messages"], values["add_generation_prompt"] = list(messages), add_generation_prompt
         template = self._tool_template if tools else self._template
@@ -122,21 +119,23 @@ class ChatTemplate:
         except TemplateError:
             if tools:
                 raise
-        return _rendered(template, {**values, "tools": []})  # some go through the tools without asking for them
+        return _rendered(template, {**values, "tools": []})  # some templates iterate over tools without a check
 
 
 def _rendered(template: jinja2.Template, values: Mapping[str, JSON]) -> str:
     try:
         return template.render(values)
-    except Exception as error:  # foreign code: it may raise anything, and all of it means the same
+    except Exception as error:  # a template may raise anything
         raise TemplateError(f"the chat template failed: {error or type(error).__name__}") from error
 
 
 def check_kwargs(kwargs: Mapping[str, JSON]) -> None:
-    """Raises InvalidRequest for a template argument that the renderer itself sets."""
+    """Raise InvalidRequest for a template argument that the renderer sets."""
     for name in kwargs:
         if name in _OWN_KWARGS:
-            raise InvalidRequest(f"the template argument {name} is not free", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"the template argument {name!r} is reserved: the renderer sets it", param="chat_template_kwargs"
+            )
 
 
 def _environment(date: datetime.date) -> ImmutableSandboxedEnvironment:
@@ -157,13 +156,13 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2
 
 
 def _sources(directory: Path, config: Mapping[str, JSON]) -> tuple[str, str | None]:
-    """Return a folder's template, and the one for conversations with tools if it has two.
+    """Return a folder's template, and its separate template for conversations with tools or None.
 
-    Looks in files, as transformers writes them since 4.50, and in tokenizer_config.json, its earlier form.
+    transformers writes templates to their own files since 4.50, and wrote them to tokenizer_config.json before.
     """
     path, tool_path = directory / "chat_template.jinja", directory / "additional_chat_templates" / "tool_use.jinja"
     source = config.get("chat_template")
-    if source is None:  # a processor's
+    if source is None:  # multimodal folders store the processor's template here
         source = read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(source, list):  # several named templates
         source = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
@@ -197,7 +196,7 @@ def _tojson(
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
-        default=list,  # what `map` gives
+        default=list,  # jinja's `map` filter returns a generator
     )
 
 
@@ -206,7 +205,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for transformers' training masks; here it is only its body."""
+    """Replaces `{% generation %}`, which marks assistant text for transformers' training masks, by its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja reads a plain set
 
@@ -216,44 +215,47 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-_TRUSTED = frozenset({"system", "assistant"})  # their markup is markup; control tokens proper are text everywhere
-_THOUGHT_KEYS = ("reasoning_content", "thinking")  # as Qwen's and most templates name it, and as gpt-oss's does
-_CALL_ID = "call0000"  # with a digit nine letters and digits: some templates insist
+# Markup such as `<think>` in these roles' content becomes tokens. Special tokens are text in every role's content.
+_TRUSTED = frozenset({"system", "assistant"})
+_THOUGHT_KEYS = ("reasoning_content", "thinking")  # the first in Qwen's and most templates, the second in gpt-oss's
+_CALL_ID = "call0000"  # followed by one digit: some templates require ids of nine letters and digits
 _TOOL_KEYS = frozenset(
     {"type", "function", "name", "description", "parameters", "properties", "required", "items", "enum"}
 )
-_WANTS_NINE = re.compile(r"length\s*(?:!=|<)\s*9\b")  # what Mistral's templates say of a call's id
+_WANTS_NINE = re.compile(r"length\s*(?:!=|<)\s*9\b")  # the check of call ids in Mistral's templates
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ThoughtForm(StrEnum):
-    """The place in a message where a template reads an earlier thought."""
+    """The part of a message in which a template expects the reasoning of an earlier turn."""
 
-    FIELD = "field"  # of its own, beside the content
-    CHUNK = "chunk"  # a part of the content with a type of its own, as Magistral's
-    TEXT = "text"  # within the content, between the model's marks
+    FIELD = "field"  # a field next to the content
+    CHUNK = "chunk"  # a content part with its own type, as in Magistral's template
+    TEXT = "text"  # inside the content, between the model's delimiters
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
-    """The form in which a template takes conversations, found by trial."""
+    """The form of conversation that a template accepts, as determined by the template check."""
 
-    tools_objection: str | None = None  # why it cannot show tools; None: it can
-    takes_text_arguments: bool = False  # a call's arguments as JSON text, not as an object
-    max_calls: int = 2  # of one turn; more than one: any number
-    takes_parts: bool = False  # content is a list of parts, never a text
+    tools_objection: str | None = None  # why the template cannot show tools; None if it can
+    takes_text_arguments: bool = False  # a call's arguments are JSON text, not an object
+    max_calls: int = 2  # calls in one turn; a value above 1 means any number
+    takes_parts: bool = False  # content is a list of parts, never a string
     thoughts: ThoughtForm = ThoughtForm.FIELD
-    shows_calls: bool = True  # false: of earlier turns it shows the content alone, so a call is text there
-    numbers_results: bool = False  # over the whole conversation: a bridge needs the calls before it
+    shows_calls: bool = (
+        True  # false: the template shows only the content of earlier turns, so calls go there as text
+    )
+    numbers_results: bool = False  # tool results are numbered across the conversation, so bridges need `num_calls`
 
     @property
     def supports_tools(self) -> bool:
-        """True if the template shows tools and their answers to the policy."""
+        """True if the template shows tools and tool results to the policy."""
         return self.tools_objection is None
 
 
 class PromptText:
-    """One template with one tokenizer and one set of template arguments. Safe to use from several threads."""
+    """Renders prompts and bridges with one template, tokenizer and set of template arguments. Thread-safe."""
 
     def __init__(
         self,
@@ -263,7 +265,7 @@ class PromptText:
         form: TemplateForm = TemplateForm(),
         kwargs: Mapping[str, JSON] = NO_KWARGS,
     ) -> None:
-        """`kwargs` are a caller's: their strings become no control tokens."""
+        """`kwargs` come from a request: control tokens spelled in their strings stay text."""
         self._template = template
         self._tokens = tokens
         self._stops = tuple(stops)
@@ -282,9 +284,10 @@ class PromptText:
         adds_generation_prompt: bool = True,
         written_ids: Sequence[tuple[str, str]] = (),
     ) -> str:
-        """Return the whole prompt. `definitions` are masked tools. Raises InvalidRequest and TemplateError.
+        """Return the complete prompt. `definitions` are masked tools. Raises InvalidRequest and TemplateError.
 
-        Calls and their answers have the ids that the policy wrote, where `written_ids` or the calls tell them.
+        Calls and tool results are shown with the ids that the policy wrote, if `written_ids` or the calls have
+        them.
         """
         objection = self._form.tools_objection
         if objection is not None and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
@@ -303,16 +306,19 @@ class PromptText:
         *,
         written_ids: Sequence[tuple[str, str]] = (),
     ) -> str:
-        """Return the prompt up to the end of the last message's content. Raises as `text`, and
-        UnsupportedParameter."""
-        *before, begun = messages
+        """Return the prompt up to the end of the last message's content.
+
+        Raises the errors of `text`, and UnsupportedParameter if the template changes that content.
+        """
+        *before, prefix = messages
         mark = f"{self._mark}open"
-        marked = [*before, replace(begun, content=begun.content + mark)]
+        marked = [*before, replace(prefix, content=prefix.content + mark)]
         text = self.text(marked, definitions, adds_generation_prompt=False, written_ids=written_ids)
-        text, found, _ = text.rpartition(mark)
-        if not found or not text.endswith(self._tokens.mask(begun.content, keeps_markup=True).lstrip()):
+        text, separator, _ = text.rpartition(mark)
+        if not separator or not text.endswith(self._tokens.mask(prefix.content, keeps_markup=True).lstrip()):
             raise UnsupportedParameter(
-                "this model's chat template does not show an assistant's message as it is written",
+                "this model's chat template changes the content of an assistant message, so a final message cannot "
+                "be continued",
                 param="continue_final_message",
             )
         return text
@@ -320,7 +326,7 @@ class PromptText:
     def entries(
         self, messages: Sequence[Message], written_ids: Sequence[tuple[str, str]] = ()
     ) -> list[dict[str, JSON]]:
-        """Return the messages as templates read them, every string masked. Raises InvalidRequest."""
+        """Return the messages as the dicts that templates read, with every string masked. Raises InvalidRequest."""
         try:
             calls = (call for message in messages for call in message.tool_calls if call.written_id)
             ids = dict(written_ids) | {call.id: call.written_id for call in calls}
@@ -331,28 +337,32 @@ class PromptText:
     def bridge(
         self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd, *, is_open: bool = False
     ) -> str:
-        """Return the text between a sampled turn and the next: the turn's end, the messages, the generation prompt.
+        """Return the text between a sampled turn and the next: end of the turn, messages, generation prompt.
 
-        `is_open`: no generation prompt, but the last message up to the end of its content. A turn that ended with
-        the template's own stop token is closed; any other gets that token first. Raises as `text`, and
-        TemplateNotPrefixStable if the template does not show where the turn ends.
+        With `is_open`, the text ends with the last message's content and has no generation prompt. If the turn did
+        not end with the template's stop token, the bridge begins with that token. Raises the errors of `text`, and
+        TemplateNotPrefixStable if the end of the turn cannot be located in the rendered text.
         """
         before = self._numbered_calls(end.num_calls) if self._form.numbers_results else []
         turn = [*before, *self._synthetic_turn(appended), *appended]
         write = self.open_text if is_open else self.text
         text = write(turn, definitions, written_ids=end.written_ids)
         stop_start, stop = self._turn_end(text)
+        # 1. The turn ended with the template's stop token: continue after it.
         if end.stop_id is not None and self._tokens.id_of(stop) == end.stop_id:
             return text[stop_start + len(stop) :]
-        if end.closing is not None:  # the template may write blanks between calls and the end of their turn
+        # 2. The turn was stopped after its first call: complete the call, and keep the whitespace that the template
+        #    writes between calls and the stop token.
+        if end.closing is not None:
             return end.closing.rstrip() + text[len(text[:stop_start].rstrip()) :]
+        # 3. The turn was truncated or ended with another token: close open reasoning and add the stop token.
         return (self._thought_end() if end.is_thinking else "") + text[stop_start:]
 
     def closing_special(self, definitions: Sequence[JSON] = ()) -> str | None:
-        """Return the special token that ends an assistant's turn, with `definitions` a turn that calls a tool.
+        """Return the special token that ends an assistant turn; with `definitions`, a turn that calls a tool.
 
-        None if the rendering shows none. Raises TemplateNotPrefixStable where special tokens follow an answer, and
-        none of them is seen to be its end.
+        Returns None if the rendering has no such token. Raises TemplateNotPrefixStable if special tokens follow the
+        turn but none of them can be identified as its end.
         """
         call = ToolCall(f"{_CALL_ID}0", "tool", {"text": self._mark})
         turn, answer = Message("assistant", self._mark), Message("user", "one answer")
@@ -366,34 +376,35 @@ class PromptText:
                 self.text([asked, turn], definitions, adds_generation_prompt=False),
             )
         except TemplateError:
-            return None  # the trial reports the refusal
+            return None  # the template check reports the refusal
         following, ending = (text.rpartition(self._mark)[2] if self._mark in text else "" for text in texts)
         following = following.partition(answer.content)[0]
-        # What follows the turn in both renderings is its own; the rest may belong to the next message.
+        # Text that follows the turn in both renderings belongs to the turn; the rest may belong to the next
+        # message.
         pairs = zip(following, ending, strict=False)
         num_own = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         own, others = self._tokens.specials(following[:num_own]), self._tokens.specials(f"{following} {ending}")
         own_declared, declared = (
-            next((one for one in found if one in self._stops), None) for found in (own, others)
+            next((special for special in specials if special in self._stops), None) for specials in (own, others)
         )
         last = own[-1] if own else None
         if definitions:
-            # The last special token may close the call only, and the mark of the next role the turn, as GLM's does.
-            # A token within the call, such as a quotation mark of Gemma's, ends nothing.
+            # The last special token may close only the call, and the next role's token the turn, as in GLM.
+            # A token inside the call, such as Gemma's quotation mark, does not end the turn.
             after = following[num_own:].lstrip()
             ends_own = last if last is not None and following[:num_own].rstrip().endswith(last) else None
-            next_role = next((one for one in self._tokens.specials(after) if after.startswith(one)), None)
+            next_role = next((token for token in self._tokens.specials(after) if after.startswith(token)), None)
             return own_declared or declared or ends_own or next_role
-        closing = own_declared or last or declared  # a declared token after the turn's own may be a pad
+        closing = own_declared or last or declared  # a declared token after the turn's own token may be padding
         if closing is None and others:
             raise TemplateNotPrefixStable(
-                f"the chat template writes no declared stop token ({' '.join(self._stops)}), and none of "
-                f"{' '.join(dict.fromkeys(others))} is seen to end a turn: name it, as chat.stop_tokens"
+                f"the chat template writes none of the declared stop tokens ({' '.join(self._stops)}), and none of "
+                f"{' '.join(dict.fromkeys(others))} is recognized as the end of a turn: set chat.stop_tokens"
             )
         return closing
 
     def _numbered_calls(self, num_calls: int) -> list[Message]:
-        """A conversation with so many calls, each in a turn of its own, and their answers."""
+        """Return a conversation with `num_calls` calls, each in its own turn, and their results."""
         messages = [Message("user", "one question")] if num_calls else []
         for number in range(num_calls):
             call = ToolCall(f"{_CALL_ID}{number % 10}", "tool")
@@ -401,7 +412,7 @@ class PromptText:
         return [*messages, Message("assistant", "one answer")] if messages else []
 
     def _synthetic_turn(self, appended: Sequence[Message]) -> list[Message]:
-        """A conversation of one assistant turn, with the calls that the first of `appended` answer."""
+        """Return a conversation with one assistant turn whose calls match the first tool results in `appended`."""
         num_answers = next((i for i, message in enumerate(appended) if message.role != "tool"), len(appended))
         calls = tuple(
             ToolCall(
@@ -415,20 +426,22 @@ class PromptText:
         return [Message("user", "one question"), Message("assistant", self._mark, tool_calls=calls)]
 
     def _turn_end(self, text: str) -> tuple[int, str]:
-        """Find the stop token behind the synthetic turn: where it begins, and which."""
+        """Return the position of the first stop token after the synthetic turn, and the token."""
         if (at := text.rfind(self._mark)) < 0:
-            raise TemplateNotPrefixStable("the template does not show the turn that is answered", param="messages")
-        turn_end = at + len(self._mark)
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop, turn_end)) >= 0]
-        if not found:
             raise TemplateNotPrefixStable(
-                f"the template does not end an assistant turn with a stop token ({' '.join(self._stops)})",
+                "the chat template does not show the assistant turn that these messages follow", param="messages"
+            )
+        turn_end = at + len(self._mark)
+        stops = [(at, stop) for stop in self._stops if (at := text.find(stop, turn_end)) >= 0]
+        if not stops:
+            raise TemplateNotPrefixStable(
+                f"the chat template does not end an assistant turn with a stop token ({' '.join(self._stops)})",
                 param="messages",
             )
-        return min(found)
+        return min(stops)
 
     def _thought_end(self) -> str:
-        """The text with which the template ends a thought, where nothing but the turn's end follows it."""
+        """Return the text that the template writes after reasoning if the turn has no content."""
         turn = Message("assistant", "", reasoning=self._mark)
         text = self.text([Message("user", "one question"), turn], (), adds_generation_prompt=False)
         if (at := text.rfind(self._mark)) >= 0:
@@ -438,11 +451,13 @@ class PromptText:
         return marks.around(self._mark).rpartition(self._mark)[2] if marks.close in self._template.source else ""
 
     def _entry(self, message: Message, ids: Mapping[str, str]) -> dict[str, JSON]:
-        """The message as templates read it, every string of it masked; `ids` are shown for the calls' own."""
+        """Return the message as templates read it, with every string masked. `ids` replaces call ids."""
         role = _ROLES.get(message.role)
         if role is None:
-            raise InvalidRequest(f"no role {message.role[:32]!r}: there are {', '.join(_ROLES)}", param="messages")
-        # No template shows a call that could not be read: it stays the text that the policy wrote.
+            raise InvalidRequest(
+                f"unknown role {message.role[:32]!r}: expected one of {', '.join(_ROLES)}", param="messages"
+            )
+        # A template can show only parsed calls: a malformed call stays in the content as the policy wrote it.
         unread = [_written(call) for call in message.tool_calls if call.status is ToolCallStatus.MALFORMED]
         content = "\n".join(filter(None, [message.content, *unread])) if unread else message.content
         calls = [call for call in message.tool_calls if call.status is ToolCallStatus.OK]
@@ -467,7 +482,7 @@ class PromptText:
         return entry
 
     def _thought(self, thought: str, content: JSON) -> dict[str, JSON]:
-        """The fields of a message that show a masked thought beside masked content."""
+        """Return the message fields that show masked reasoning together with masked content."""
         match self._form.thoughts:
             case ThoughtForm.FIELD:
                 return dict.fromkeys(self._thought_keys, thought)
@@ -477,13 +492,13 @@ class PromptText:
                 )
                 return {"content": [{"type": "thinking", "thinking": thought}, *parts]}
             case ThoughtForm.TEXT:
-                written = self._thought_marks.around(thought)
+                text = self._thought_marks.around(thought)
                 if isinstance(content, list):
-                    return {"content": [{"type": "text", "text": written}, *content]}
-                return {"content": written + content}
+                    return {"content": [{"type": "text", "text": text}, *content]}
+                return {"content": text + content}
 
     def _content(self, content: str, images: Sequence[ImageRef], *, keeps_markup: bool) -> JSON:
-        """A text, or the parts of a message with images, as templates of models that see them read it."""
+        """Return the content as masked text, or as a list of parts if the message has images."""
         if not images and not self._form.takes_parts:
             return masked(self._tokens, content, "messages", keeps_markup=keeps_markup)
         return [
@@ -494,7 +509,7 @@ class PromptText:
         ]
 
     def _shown_id(self, call_id: str, ids: Mapping[str, str]) -> str:
-        """Return a call's id as the template shows it: some take nine letters and digits only."""
+        """Return the call id to show. Templates that require nine letters and digits get a hash of other ids."""
         shown = ids.get(call_id, call_id)
         if not self._wants_nine or _NINE.fullmatch(shown) is not None:
             return shown
@@ -517,9 +532,9 @@ class PromptText:
 
 
 def outline_of(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation of the same roles, calls and images whose texts are probe words.
+    """Return a conversation with the same roles, calls and images, and with probe words as its texts.
 
-    Conversations that differ in their texts and names only have equal outlines.
+    Conversations that differ only in texts and names have equal outlines.
     """
     ids: dict[str | None, str] = {}
     outline = []
@@ -543,14 +558,14 @@ def outline_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def first_hidden(outline: Sequence[Message], write: Callable[[Sequence[Message]], str]) -> tuple[int, ...]:
-    """Return the index of the first message with a text or image that `write` does not show, or nothing.
+    """Return the index of the first message with a text or image that `write` does not show, else an empty tuple.
 
-    A message is shown if another text, or one image more, changes the result: a template may trim, convert or
-    encode a text. Assistants' messages may be left out: templates strip them on purpose.
+    A message counts as shown if a different text, or an additional image, changes the result: a template may trim,
+    convert or encode text.
     """
     text = write(outline)
     for index, message in enumerate(outline):
-        if message.role == "assistant":
+        if message.role == "assistant":  # templates omit earlier assistant text on purpose
             continue
         others = [replace(message, images=(*message.images, ImageRef("")))] if message.images else []
         if message.content and message.content not in text:
@@ -561,36 +576,39 @@ def first_hidden(outline: Sequence[Message], write: Callable[[Sequence[Message]]
 
 
 def masked(tokens: Tokens, value: JSON, param: str, *, keeps_markup: bool = False) -> JSON:
-    """Return a JSON value, every string and key of it masked. Raises InvalidRequest for what is no JSON or Unicode.
+    """Return a JSON value with every string and key masked.
 
-    `keeps_markup`, of a string: see `Tokens.mask`. Raises RecursionError where it is nested too deeply.
+    `keeps_markup` applies to a string: see `Tokens.mask`. Raises InvalidRequest for values that are not JSON or not
+    Unicode, and RecursionError for values that are nested too deeply.
     """
     if isinstance(value, str):
         if not value.isascii():
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                raise InvalidRequest("text with a lone surrogate is not Unicode", param=param) from error
+                raise InvalidRequest(
+                    "the text is not valid Unicode: it has a lone surrogate", param=param
+                ) from error
         return tokens.mask(value, keeps_markup=keeps_markup)
     if isinstance(value, Mapping):
         return {masked(tokens, key, param): masked(tokens, item, param) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [masked(tokens, item, param) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest("NaN and infinities are not JSON", param=param)
+        raise InvalidRequest("NaN and infinities are not valid JSON", param=param)
     return value
 
 
 def thought_marks(template_source: str, literals: Collection[str]) -> ThoughtMarks:
-    """Return the marks of thoughts in a template, or else in a tokenizer; by default those of most models."""
-    known = (marks for place in (template_source, literals) for marks in THOUGHT_MARKS if marks.close in place)
+    """Return the reasoning delimiters in a template, else those in a tokenizer, else `<think>` and `</think>`."""
+    known = (marks for source in (template_source, literals) for marks in THOUGHT_MARKS if marks.close in source)
     return next(known, ThoughtMarks())
 
 
 def masked_tool(tokens: Tokens, value: JSON, *, names_parameters: bool = False) -> JSON:
-    """Return a tool's definition masked but for the keys by which templates read it. Raises as `masked`.
+    """Return a tool's definition with everything masked except the keys that templates read.
 
-    `names_parameters`: the value's own keys are names of parameters.
+    With `names_parameters`, the keys of `value` are parameter names and are masked. Raises the errors of `masked`.
     """
     if isinstance(value, Mapping):
         return {
@@ -605,12 +623,13 @@ def masked_tool(tokens: Tokens, value: JSON, *, names_parameters: bool = False) 
 
 
 def _with_texts(content: JSON, texts: Sequence[str]) -> JSON:
-    """Return masked content with further texts behind it, each on a line of its own."""
+    """Return masked content followed by further texts, each on its own line."""
     if isinstance(content, list):
         return [*content, *({"type": "text", "text": text} for text in texts)]
     return "\n".join(filter(None, [content, *texts]))
 
 
 def _written(call: ToolCall) -> str:
-    """Return what was written for a call that could not be read; a client's history may have its name apart."""
+    """Return the written text of a malformed call."""
+    # In a client's history the name is a separate field, and `text` has only the arguments.
     return call.text if call.name in call.text else f"{call.name} {call.text}"

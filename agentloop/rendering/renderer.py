@@ -1,9 +1,9 @@
-"""Messages to token ids by a model folder's chat template: whole prompts, and the bridge between sampled turns.
+"""Messages to token ids with a model folder's chat template: complete prompts, and bridges between turns.
 
-Ownership: a `TemplateRenderer` holds one model folder's tokenizer and chat template. Invariants: sampled ids are
-never made again from text; a bridge costs time in proportion to the new text (and the tool definitions); content
-never becomes a control token (`tokenizer.py`); a bridge that the trial (`trial.py`) found unlike the
-template's own rendering is refused. Template arguments are tried when they first come, each set once.
+A `TemplateRenderer` owns one model folder's tokenizer and chat template. Invariants: sampled ids are never
+re-tokenized; a bridge takes time linear in the new text and the tool definitions; content never becomes a control
+token (`tokenizer.py`); a bridge is refused if the template check (`trial.py`) found that it differs from the
+template's own rendering. The check runs once per set of template arguments, on first use.
 """
 
 from __future__ import annotations
@@ -45,46 +45,49 @@ T = TypeVar("T")
 
 _LONG_RENDER_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
 _MAX_REMEMBERED = 128  # tool sets, and sets of template arguments
-_MAX_OUTLINES = 4096  # outlines of conversations whose messages were checked: about 1 KB each
+_MAX_OUTLINES = 4096  # outlines of checked conversations, about 1 KB each
 
 _log = structlog.get_logger(__name__)
 
 
 async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
-    """Render or tokenise a text of `num_chars`, in a thread if it is long."""
+    """Run `work`, which renders or tokenizes `num_chars` of text, in a thread if the text is long."""
     return await asyncio.to_thread(work) if num_chars > _LONG_RENDER_CHARS else work()
 
 
 class OnUnstable(StrEnum):
-    """The reaction to a template with turns that cannot be bridged."""
+    """The action taken for a template with turns that cannot be bridged."""
 
-    RAISE = "raise"  # refuse it
-    FORK = "fork"  # accept it: where a bridge is refused, the caller renders the turn whole, and forks the path
+    RAISE = "raise"  # refuse the template
+    FORK = (
+        "fork"  # accept it: if a bridge is refused, the caller renders the conversation again and starts a branch
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RenderSettings:
-    """Choices about one model's rendering. `kwargs` are template arguments of all calls, before a call's own."""
+    """Rendering settings of one model."""
 
     on_unstable: OnUnstable = OnUnstable.RAISE
-    template_file: Path | None = None  # in place of the folder's
-    kwargs: Mapping[str, JSON] = field(default_factory=dict)
-    date: datetime.date = FROZEN_DATE  # the day that `strftime_now` tells a template
+    template_file: Path | None = None  # replaces the folder's template
+    kwargs: Mapping[str, JSON] = field(default_factory=dict)  # template arguments; a request's own override them
+    date: datetime.date = FROZEN_DATE  # the date that `strftime_now` formats
     thinking: Thinking = Thinking.KEEP
-    stop_tokens: tuple[str, ...] = ()  # in place of those that the folder declares
+    stop_tokens: tuple[str, ...] = ()  # replaces the stop tokens that the folder declares
 
 
 class ModelText:
-    """One model's tokenizer with its stop tokens: a `TokenText`."""
+    """A `TokenText` that combines one model's tokenizer with its stop tokens."""
 
     def __init__(self, tokens: Tokens, *, stop_token_ids: Sequence[int], vocab_size: int) -> None:
-        """Raises TemplateError without a stop token."""
+        """Raises TemplateError if no stop token is in the vocabulary."""
         self.tokens = tokens
         self._vocab_size = vocab_size
         self._stop_token_ids = tuple(stop_token_ids)
         if not any(tokens.literal_of(token_id) for token_id in self._stop_token_ids):
             raise TemplateError(
-                "no stop token: neither generation_config.json, config.json nor the tokenizer has one"
+                "no stop token: generation_config.json, config.json and tokenizer_config.json declare none that is "
+                "in the vocabulary"
             )
 
     @property
@@ -112,18 +115,18 @@ class ModelText:
         return self.tokens.token_bytes(token_id)
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of a text in which control tokens are spelled out, or of what `text` returned."""
+        """Return the ids of a text in which control tokens are spelled out, or of a masked text."""
         return self.tokens.encode(text)
 
 
 def model_text(folder: Path, stop_tokens: Sequence[str] = ()) -> ModelText:
-    """Read the tokenizer of a model folder, with `stop_tokens` in place of those that it declares.
+    """Read the tokenizer of a model folder. `stop_tokens` replaces the stop tokens that the folder declares.
 
-    Raises TemplateError naming the file.
+    Raises TemplateError with the file name.
     """
     tokens = _tokens_of(folder)
     config = read_json(folder / "config.json")
-    if isinstance(text_config := config.get("text_config"), dict):  # of a model that also sees
+    if isinstance(text_config := config.get("text_config"), dict):  # multimodal models nest the text model's config
         config = text_config | config
     return ModelText(
         tokens,
@@ -135,35 +138,35 @@ def model_text(folder: Path, stop_tokens: Sequence[str] = ()) -> ModelText:
 class HiddenMessages:
     """Refuses messages that a renderer would drop silently.
 
-    What a renderer shows depends on the outline of a conversation, so each outline is tried once.
+    The set of dropped messages depends only on the conversation's outline, so each outline is checked once.
     """
 
     def __init__(self, renderer: str) -> None:
-        """`renderer` is its name in errors."""
+        """`renderer` is the renderer's name in error messages."""
         self._renderer = renderer
         self._known: _Remembered[tuple[int, ...]] = _Remembered(_MAX_OUTLINES)
 
     def check_prompt(
         self, messages: Sequence[Message], kind: list[JSON], write: Callable[[Sequence[Message]], str]
     ) -> None:
-        """Raise TemplateError naming a message that `write` does not show.
+        """Raise TemplateError with the index of a message that `write` does not show.
 
-        `kind` is what else the prompt depends on.
+        `kind` holds all other values that the prompt depends on.
         """
         for index in self._first_of(messages, ["prompt", *kind], write):
             raise TemplateError(
                 f"{self._renderer} does not show message {index} (role {messages[index].role!r}) of this "
-                "conversation to the model: move its text to a message that it shows",
+                "conversation to the model: move its text to a message that is shown",
                 param=f"messages.{index}",
             )
 
     def check_bridge(
         self, appended: Sequence[Message], kind: list[JSON], write: Callable[[Sequence[Message]], str]
     ) -> None:
-        """Raise TemplateNotPrefixStable for a message after a turn that `write` does not show."""
+        """Raise TemplateNotPrefixStable for an appended message that `write` does not show after the turn."""
         for index in self._first_of(appended, ["bridge", *kind], write):
             raise TemplateNotPrefixStable(
-                f"{self._renderer} does not show a {appended[index].role} message after a turn, but elsewhere",
+                f"{self._renderer} does not show a {appended[index].role} message directly after a turn",
                 param="messages",
             )
 
@@ -175,7 +178,7 @@ class HiddenMessages:
 
 
 class TemplateRenderer(ModelText):
-    """One model folder's renderer of messages to ids and back. `from_directory` makes one."""
+    """Renders messages to ids and back with one model folder's template and tokenizer. See `from_directory`."""
 
     def __init__(
         self,
@@ -186,9 +189,9 @@ class TemplateRenderer(ModelText):
         vocab_size: int,
         settings: RenderSettings = RenderSettings(),
     ) -> None:
-        """Tries the template. Raises TemplateError, and TemplateNotPrefixStable unless told to fork.
+        """Check the template. Raises TemplateError, and TemplateNotPrefixStable with `OnUnstable.RAISE`.
 
-        Of `settings`, those that `template` and `stop_token_ids` carry are not read.
+        Only `on_unstable`, `thinking` and `stop_tokens` of `settings` are read: `template` holds the others.
         """
         super().__init__(tokens, stop_token_ids=stop_token_ids, vocab_size=vocab_size)
         self._template = template
@@ -202,7 +205,10 @@ class TemplateRenderer(ModelText):
         self._report = self._under(NO_KWARGS)[1]
         if self._report.difference is not None and settings.on_unstable is OnUnstable.RAISE:
             difference = tokens.unmask(self._report.difference)
-            raise TemplateNotPrefixStable(f"the chat template is not prefix-stable: {difference}")
+            raise TemplateNotPrefixStable(
+                f"the chat template is not prefix-stable: {difference}. To accept it, set "
+                "chat.on_unstable_template to 'fork'"
+            )
 
     @classmethod
     def from_directory(
@@ -210,7 +216,7 @@ class TemplateRenderer(ModelText):
         directory: str | Path,
         settings: RenderSettings = RenderSettings(),
     ) -> TemplateRenderer:
-        """Make the renderer of a Hugging Face model folder. Raises TemplateError naming the file."""
+        """Create the renderer of a Hugging Face model folder. Raises TemplateError with the file name."""
         folder = Path(directory)
         text = model_text(folder, settings.stop_tokens)
         template = ChatTemplate.from_directory(
@@ -226,7 +232,7 @@ class TemplateRenderer(ModelText):
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the folder's chat format, under the renderer's own template arguments."""
+        """Properties of the folder's chat format with the renderer's own template arguments."""
         report = self._report
         return ModelFacts(
             template_source=self._template.source,
@@ -264,9 +270,9 @@ class TemplateRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> str:
-        """Return the whole prompt as masked text: content that spells a control token is hidden until `ids`.
+        """Return the complete prompt as masked text, which `ids` tokenizes.
 
-        Raises TemplateError naming a message that the template does not show.
+        Raises TemplateError with the index of a message that the template does not show.
         """
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
@@ -286,18 +292,19 @@ class TemplateRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """See `Renderer.bridge`.
-
-        The template's own stop token comes first unless the turn ended with it.
-        """
+        """See `Renderer.bridge`. The bridge begins with the template's stop token unless the turn ended with it."""
         if not appended or appended[0].role == "assistant":
-            raise InvalidRequest("after a sampled turn come the messages that answer it", param="messages")
+            raise InvalidRequest(
+                "a sampled turn must be followed by at least one message that is not an assistant message",
+                param="messages",
+            )
         text, report = self._under(template_kwargs)
         answers = appended[:-1] if is_open else appended
         if (problem := self._problem(report, answers, has_tools=bool(tools))) is not None:
             raise TemplateNotPrefixStable(problem, param="messages")
         definitions = self._definitions(tools)
         bridge = text.bridge(appended, definitions, end, is_open=is_open)
+        # The check renders an outline, whose result depends on these arguments but not on the end of the turn.
         kind = [is_open, bool(tools), template_kwargs]
         self._hidden.check_bridge(
             appended, kind, lambda outline: text.bridge(outline, definitions, TurnEnd(), is_open=is_open)
@@ -305,7 +312,7 @@ class TemplateRenderer(ModelText):
         return self.tokens.encode(bridge)
 
     def _under(self, template_kwargs: Mapping[str, JSON]) -> tuple[PromptText, BridgeReport]:
-        """Return the template under a call's arguments, and what a trial found of it."""
+        """Return the template with a call's arguments, and the report of its check."""
         return self._tried.get(template_kwargs, "chat_template_kwargs", lambda: self._try(template_kwargs))
 
     def _try(self, template_kwargs: Mapping[str, JSON]) -> tuple[PromptText, BridgeReport]:
@@ -324,41 +331,40 @@ class TemplateRenderer(ModelText):
         return self._definitions_of.get(list(tools), "tools", make) if tools else []
 
     def _problem(self, report: BridgeReport, appended: Sequence[Message], *, has_tools: bool) -> str | None:
-        """Say why these messages cannot be appended as the template would show them; None if they can."""
-        shown = "the template cannot append {}: {}".format
+        """Return the reason why these messages cannot be appended exactly; None if they can."""
+        shown = "the chat template cannot append {} to a turn: {}".format
         if appended[0].role == "tool" and report.tool_turns is not None:
-            return shown("a tool's answer", self.tokens.unmask(report.tool_turns))
+            return shown("a tool result", self.tokens.unmask(report.tool_turns))
         if report.strips_in_cycle and self._thinking is Thinking.TEMPLATE:
-            return "thinking is as the template has it, and it drops empty thoughts"
+            return "'thinking' follows the chat template, which drops empty reasoning"
         if all(message.role == "tool" for message in appended):
             return None
         problem = report.user_turns if has_tools else report.plain_turns
         if problem is not None:
-            return shown("a user's message", self.tokens.unmask(problem))
+            return shown("a user message", self.tokens.unmask(problem))
         if report.strips_thinking and self._thinking is Thinking.TEMPLATE:
-            return "thinking is as the template has it, and it drops thoughts at a user's message"
+            return "'thinking' follows the chat template, which drops earlier reasoning at a user message"
         return None
 
     def _adopt_stops(self) -> None:
-        """Add the special tokens that end rendered turns where no declared stop token does.
-
-        Folders of base models declare another token than the template writes, and some folders of gpt-oss declare
-        the end of answers alone, not the end of calls.
-        """
+        """Add the special tokens that end rendered turns if no declared stop token does."""
+        # Folders of base models declare a different token than the template writes, and some folders of gpt-oss
+        # declare the end of answers but not the end of calls.
         for tools in ((), TOOLS):
             prompts = PromptText(self._template, self.tokens, self._stops)
             closing = prompts.closing_special(self._definitions(tools))
             token_id = None if closing is None or closing in self._stops else self.tokens.id_of(closing)
             if closing is not None and token_id is not None:
                 _log.info(
-                    "the template ends turns with a token that the folder does not declare", stop_token=closing
+                    "added a stop token that the chat template writes and the model folder does not declare",
+                    stop_token=closing,
                 )
                 self._stop_token_ids = (*self._stop_token_ids, token_id)
                 self._stops.append(closing)
 
 
 class _Remembered(Generic[T]):
-    """A cache of values made from JSON that keeps the `max_values` used last. Safe to use from several threads."""
+    """An LRU cache of `max_values` values derived from JSON. Thread-safe."""
 
     def __init__(self, max_values: int = _MAX_REMEMBERED) -> None:
         self._max_values = max_values
@@ -366,24 +372,27 @@ class _Remembered(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self, value: object, param: str, make: Callable[[], T]) -> T:
-        """Return what was made of this value, or make it. Raises InvalidRequest if it is not JSON."""
+        """Return the result cached for `value`, or call `make` and cache it.
+
+        Raises InvalidRequest if `value` is not JSON or too deeply nested.
+        """
         try:
             key = orjson.dumps(value)
         except TypeError as error:
-            raise InvalidRequest(f"{param} are not JSON: {error}", param=param) from error
+            raise InvalidRequest(f"{param} must be JSON: {error}", param=param) from error
         with self._lock:
-            if (found := self._values.get(key)) is not None:
+            if (cached := self._values.get(key)) is not None:
                 self._values.move_to_end(key)
-                return found
+                return cached
         try:
-            made = make()
+            result = make()  # without the lock: a template check takes milliseconds
         except RecursionError as error:
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from error
         with self._lock:
-            self._values[key] = made
+            self._values[key] = result
             if len(self._values) > self._max_values:
                 self._values.popitem(last=False)
-        return made
+        return result
 
 
 def _tokens_of(folder: Path) -> Tokens:
@@ -399,15 +408,18 @@ def _stop_token_ids(folder: Path, config: Mapping[str, JSON], tokens: Tokens, ch
     if chosen:
         ids = [tokens.id_of(text) for text in chosen]
         if None in ids:
-            raise TemplateError(f"the tokenizer has no token {chosen[ids.index(None)]!r} to stop at")
+            raise TemplateError(
+                f"stop token {chosen[ids.index(None)]!r} is not in the tokenizer's vocabulary: "
+                "change chat.stop_tokens"
+            )
         return list(dict.fromkeys(i for i in ids if i is not None))
     declared = read_json(folder / "generation_config.json").get("eos_token_id")
     if declared is None:
         declared = config.get("eos_token_id")
-    found = list(declared) if isinstance(declared, list) else [declared]
+    candidates = list(declared) if isinstance(declared, list) else [declared]
     text = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-    found.append(tokens.id_of(text) if text is not None else None)
-    return list(dict.fromkeys(i for i in found if isinstance(i, int)))
+    candidates.append(tokens.id_of(text) if text is not None else None)
+    return list(dict.fromkeys(i for i in candidates if isinstance(i, int)))
 
 
 def _int_or(value: JSON, default: int) -> int:

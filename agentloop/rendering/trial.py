@@ -1,10 +1,10 @@
-"""The trial of a template: what conversations it takes, and whether bridges write what its own rendering would.
+"""The template check: which conversations a template accepts, and whether bridges equal its own rendering.
 
-What must hold is not that whole renderings grow, but that bridged ones are the template's own. Within one tool
-cycle, for turns sampled as the template writes them, thoughts included: prompt + sampled + bridge is its whole
-rendering, in text and ids. For a user's message: the bridge is exactly what the whole rendering ends with, and
-nothing before it changed but thoughts, which a bridge keeps. Templates differ in what they accept (a system
-message, tools, several calls in a turn), so each is judged by the richest conversation that it renders.
+Invariants that a template must satisfy. Within one tool cycle, for turns sampled as the template writes them
+(reasoning included): prompt + sampled turn + bridge equals the complete rendering, in text and ids. Before a user
+message: the complete rendering ends with the bridge, and only reasoning changed before it, which a bridge keeps.
+Templates differ in the conversations that they accept (a system message, tools, several calls in a turn), so each
+is checked with the richest conversation that it renders.
 """
 
 from __future__ import annotations
@@ -43,63 +43,65 @@ QUESTION, _NEXT_QUESTION = "What is a rook?", "And in chess?"
 OPENED, CLOSED = ("|".join(map(re.escape, marks)) for marks in zip(*map(astuple, THOUGHT_MARKS), strict=True))
 _OPEN_THOUGHT = re.compile(rf"({OPENED})\s*$")
 _EMPTY_THOUGHT = re.compile(rf"({OPENED})\s*({CLOSED})\s*")
-_CHUNK_AS_TEXT = re.compile(r"""['"]thinking['"]: ?['"]""")  # of a template that writes any content as JSON
+_CHUNK_AS_TEXT = re.compile(r"""['"]thinking['"]: ?['"]""")  # a content part printed as JSON instead of rendered
 
 
 class RenderedConversation(Protocol):
-    """A template in one form, as the trial uses it. Texts are masked: only `ids` makes tokens of them."""
+    """A template in one form, as the template check uses it. Its texts are masked."""
 
     def text(
         self, messages: Sequence[Message], definitions: Sequence[JSON], *, adds_generation_prompt: bool = True
     ) -> str:
-        """The whole prompt. Raises TemplateError."""
+        """Return the complete prompt. Raises TemplateError."""
 
     def bridge(self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd) -> str:
-        """Return the text behind an assistant turn up to the next one. Raises TemplateError."""
+        """Return the text between an assistant turn and the next one. Raises TemplateError."""
 
 
 @dataclass(frozen=True, slots=True)
 class BridgeReport:
-    """Findings of the trial. The three `*_turns` are as in `ModelFacts`.
-
-    `strips_in_cycle`: even within a tool cycle thoughts are dropped, if only empty ones of the prompt.
-    """
+    """The results of a template check. The last four fields are documented in `ModelFacts`."""
 
     form: TemplateForm
     strips_thinking: bool
-    strips_in_cycle: bool
-    shown_names: frozenset[str]  # as in `ModelFacts`
+    strips_in_cycle: bool  # the template drops reasoning, at least empty reasoning, even within a tool cycle
+    shown_names: frozenset[str]
     tool_turns: str | None
     user_turns: str | None
     plain_turns: str | None
 
     @property
     def difference(self) -> str | None:
-        """The first finding against the template."""
+        """The first reason why turns cannot be bridged; None if all can."""
         return self.tool_turns or self.user_turns or self.plain_turns
 
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """A way to hold the trial's conversation."""
+    """The optional parts of the check's conversation."""
 
     num_calls: int
     has_thoughts: bool
-    has_content: bool  # beside calls
+    has_content: bool  # turns with calls also have content
     has_system: bool
 
 
 def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[[str], list[int]]) -> BridgeReport:
-    """Judge a template by the richest conversations it renders. Raises TemplateError if it renders none."""
+    """Check a template with the richest conversations that it renders. Raises TemplateError if it renders none.
+
+    `make` returns the template in one form; `ids` tokenizes masked text.
+    """
     form, style = _richest(make)
     trial = _Trial(make(form), ids)
     tool_turns = user_turns = None
     if form.supports_tools:
         cycle = _conversation(style)
+        # Turns sampled after such a prompt have no reasoning, so the check must not have any either.
         if trial.closes_thought(cycle):
             cycle = _without_thoughts(cycle)
         tool_turns = trial.tool_turns(cycle)
         if tool_turns is not None:
+            # Some templates number tool results across the conversation: try again with the earlier calls rendered.
             numbering = replace(form, numbers_results=True)
             numbered = _Trial(make(numbering), ids)
             if numbered.tool_turns(cycle) is None:
@@ -114,7 +116,7 @@ def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[
 
 
 def show_difference(expected: str, actual: str) -> str:
-    """Return the place where two texts part, with the text of each."""
+    """Return the position of the first difference between two texts, with an excerpt of each."""
     at = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), -1)
     if at < 0:
         at = min(len(expected), len(actual))
@@ -124,7 +126,7 @@ def show_difference(expected: str, actual: str) -> str:
 
 
 class _Trial:
-    """One template's verdicts. Each is None, or says what is wrong."""
+    """Checks one template in one form. Methods that return `str | None` return the problem, or None."""
 
     def __init__(self, subject: RenderedConversation, ids: Callable[[str], list[int]]) -> None:
         self._subject = subject
@@ -133,7 +135,7 @@ class _Trial:
         self.strips_in_cycle = False
 
     def objection(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> TemplateError | None:
-        """Return what the template has against these messages; None if it renders them."""
+        """Return the template's error for these messages; None if it renders them."""
         try:
             self._subject.text(messages, tools)
         except TemplateError as error:
@@ -141,62 +143,65 @@ class _Trial:
         return None
 
     def shown_names(self, messages: Sequence[Message]) -> frozenset[str]:
-        """Return the roles of messages that are rendered otherwise with a name, or refused."""
+        """Return the roles whose messages are refused, or rendered differently, if they have a name."""
         asked = [*messages, Message("user", _NEXT_QUESTION)]
         plain = self._subject.text(asked, ())
         named = {
-            role: [replace(one, name="rook") if one.role == role else one for one in asked] for role in NAMED_ROLES
+            role: [replace(message, name="rook") if message.role == role else message for message in asked]
+            for role in NAMED_ROLES
         }
         return frozenset(
-            role for role, one in named.items() if self.objection(one) or self._subject.text(one, ()) != plain
+            role
+            for role, variant in named.items()
+            if self.objection(variant) or self._subject.text(variant, ()) != plain
         )
 
     def closes_thought(self, messages: Sequence[Message]) -> bool:
-        """Tell whether the generation prompt writes an empty thought: turns then have none."""
+        """Return True if the generation prompt ends with empty reasoning, so that turns have no reasoning."""
         prompt = self._subject.text(messages[: _turns(messages)[0]], TOOLS)
-        return any(found.end() == len(prompt) for found in _EMPTY_THOUGHT.finditer(prompt))
+        return any(match.end() == len(prompt) for match in _EMPTY_THOUGHT.finditer(prompt))
 
     def tool_turns(self, messages: Sequence[Message]) -> str | None:
-        """Judge the bridges within one tool cycle: prompt, turn and bridge are the template's whole rendering."""
+        """Check the bridges within one tool cycle: prompt + turn + bridge must equal the complete rendering."""
         for turn, following in pairwise(_turns(messages)):
-            prompt, whole = (self._subject.text(messages[:end], TOOLS) for end in (turn, following))
+            prompt, complete = (self._subject.text(messages[:end], TOOLS) for end in (turn, following))
             appended = messages[turn + 1 : following]
             try:
                 bridge = self._subject.bridge(appended, TOOLS, TurnEnd(num_calls=_num_calls(messages[:turn])))
             except TemplateError as error:
                 return error.message
-            if (problem := self._ending_problem(whole, bridge, appended)) is not None:
+            if (problem := self._ending_problem(complete, bridge, appended)) is not None:
                 return problem
-            if not whole.startswith(prompt):
+            if not complete.startswith(prompt):
                 plain = _without_thoughts(messages[:following])
-                kept, shown = (self._thoughtless(plain[:end], TOOLS) for end in (turn, following))
-                if not shown.startswith(kept):
-                    return f"earlier text changes {show_difference(prompt, whole)}"
+                earlier, later = (self._thoughtless(plain[:end], TOOLS) for end in (turn, following))
+                if not later.startswith(earlier):
+                    return f"earlier text changes {show_difference(prompt, complete)}"
                 self.strips_in_cycle = self.strips_thinking = True
-            elif len(prompt) + len(bridge) > len(whole):
-                return f"the turns do not join {show_difference(bridge, whole[-len(bridge) :])}"
+            elif len(prompt) + len(bridge) > len(complete):
+                return f"the turns do not join {show_difference(bridge, complete[-len(bridge) :])}"
             if (problem := self._content_problem(messages[:following], turn)) is not None:
                 return problem
         return None
 
     def _content_problem(self, messages: Sequence[Message], turn: int) -> str | None:
-        """Say what is wrong if a turn's text beside its calls is neither shown nor simply left out."""
+        """Check that the content of a turn with calls is either shown or omitted without other effects."""
         plain = _without_thoughts(messages)
-        whole = self._subject.text(plain, TOOLS)
-        if plain[turn].content in whole:
+        complete = self._subject.text(plain, TOOLS)
+        if plain[turn].content in complete:
             return None
         plain[turn] = replace(plain[turn], content="")
         dropped = self._subject.text(plain, TOOLS)
-        return None if whole == dropped else f"the turn's text changes {show_difference(dropped, whole)}"
+        return None if complete == dropped else f"the turn's text changes {show_difference(dropped, complete)}"
 
     def user_turns(self, messages: Sequence[Message], tools: Sequence[JSON]) -> str | None:
-        """Judge the bridges to a user's message, behind an answer and straight behind the answers of tools."""
+        """Check the bridges to a user message: after an assistant's answer, and directly after tool results."""
         turns = _turns(messages)
         asked = Message("user", _NEXT_QUESTION)
         cuts = [len(messages), *([turns[-1]] if messages[turns[-1] - 1].role == "tool" else [])]
         for turn, cut in zip(reversed(turns), cuts, strict=False):
             if self.objection([*messages[:cut], asked], tools) is not None:
-                continue  # no such conversation is ever rendered
+                continue  # the template refuses this conversation, so it needs no bridge
             try:
                 if (problem := self._user_turn([*messages[:cut], asked], turn, tools)) is not None:
                     return problem
@@ -205,50 +210,50 @@ class _Trial:
         return None
 
     def _user_turn(self, messages: Sequence[Message], turn: int, tools: Sequence[JSON]) -> str | None:
-        prompt, whole = self._subject.text(messages[:turn], tools), self._subject.text(messages, tools)
+        prompt, complete = self._subject.text(messages[:turn], tools), self._subject.text(messages, tools)
         before = self._subject.text(messages[:-1], tools, adds_generation_prompt=False)
         appended = messages[turn + 1 :]
         bridge = self._subject.bridge(appended, tools, TurnEnd(num_calls=_num_calls(messages[:turn])))
-        if (problem := self._ending_problem(whole, bridge, appended)) is not None:
+        if (problem := self._ending_problem(complete, bridge, appended)) is not None:
             return problem
         if (problem := self._earlier_problem(messages, turn, tools)) is not None:
             return problem
         thoughts = [message.reasoning for message in messages if message.reasoning]
         is_open = _OPEN_THOUGHT.search(prompt) is not None
-        lost = any((thought in before or is_open) and thought not in whole for thought in thoughts)
-        self.strips_thinking |= lost or not whole.startswith(prompt)
+        lost = any((thought in before or is_open) and thought not in complete for thought in thoughts)
+        self.strips_thinking |= lost or not complete.startswith(prompt)
         return None
 
     def _earlier_problem(self, messages: Sequence[Message], turn: int, tools: Sequence[JSON]) -> str | None:
-        """Say what changed before the last turn but thoughts, which a bridge keeps."""
+        """Check that only reasoning changed before the last turn: a bridge keeps reasoning."""
         plain = _without_thoughts(messages)
-        prompt, whole = (self._thoughtless(part, tools) for part in (plain[:turn], plain))
+        prompt, complete = (self._thoughtless(part, tools) for part in (plain[:turn], plain))
         observed = prompt[: prompt.rfind(plain[turn - 1].content) + len(plain[turn - 1].content)]
-        if not whole.startswith(observed):
-            return f"earlier text changes {show_difference(observed, whole)}"
-        if prompt.find(_SHOWN_TOOL) != whole.find(_SHOWN_TOOL):
-            return f"the tools move {show_difference(prompt, whole)}"
-        if plain[turn].content not in whole:
+        if not complete.startswith(observed):
+            return f"earlier text changes {show_difference(observed, complete)}"
+        if prompt.find(_SHOWN_TOOL) != complete.find(_SHOWN_TOOL):
+            return f"the tools move {show_difference(prompt, complete)}"
+        if plain[turn].content not in complete:
             return self._content_problem(messages, turn)
         return None
 
     def _thoughtless(self, messages: Sequence[Message], tools: Sequence[JSON]) -> str:
-        """The prompt without empty thoughts, and without one that it leaves open."""
+        """Return the prompt without empty reasoning, and without an opening delimiter at its end."""
         return _OPEN_THOUGHT.sub("", _EMPTY_THOUGHT.sub("", self._subject.text(messages, tools)))
 
     def _ending_problem(self, whole: str, bridge: str, appended: Sequence[Message]) -> str | None:
-        """Say what is wrong if the whole rendering does not end with the bridge, in text or ids."""
+        """Check that the complete rendering ends with the bridge, in text and ids."""
         if not whole.endswith(bridge):
             return f"the turns do not join {show_difference(bridge, whole[-len(bridge) :])}"
         if any(message.content not in bridge for message in appended):
-            return "the template ends an assistant turn only behind what answers it"
+            return "the template writes the stop token of an assistant turn after the messages that follow the turn"
         if self._ids(whole[: -len(bridge)]) + self._ids(bridge) != self._ids(whole):
-            return f"the tokens around {bridge[:_WINDOW_CHARS]!r} depend on what stands before it"
+            return f"the token ids of {bridge[:_WINDOW_CHARS]!r} depend on the text before it"
         return None
 
 
 def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[TemplateForm, _Style]:
-    """Find the form and the style of the richest conversation; without tools if it takes none."""
+    """Return the form and style of the richest conversation that renders; without tools if none with tools does."""
     thoughts = [(True, True), (True, False), (False, True)]
     objections: list[str] = []
     takes_parts = _takes_parts(make)
@@ -260,7 +265,7 @@ def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[Temp
             try:
                 if _shows_tools(subject, _conversation(style), shows_calls=shows_calls):
                     return _with_thoughts(form, make, _conversation(style), TOOLS), style
-                objections.insert(0, "it leaves out tools, calls or answers")
+                objections.insert(0, "it does not show tool definitions, calls or tool results")
             except TemplateError as error:
                 objections.append(error.message)
     form, style = (
@@ -271,7 +276,7 @@ def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[Temp
 
 
 def _takes_parts(make: Callable[[TemplateForm], RenderedConversation]) -> bool:
-    """Tell whether the template reads content as a list of parts alone, as those of some models that see do."""
+    """Return True if the template shows content only as a list of parts, like those of some multimodal models."""
     for takes_parts in (False, True):
         try:
             text = make(TemplateForm(takes_parts=takes_parts)).text([Message("user", QUESTION)], ())
@@ -288,46 +293,44 @@ def _with_thoughts(
     messages: Sequence[Message],
     tools: Sequence[JSON],
 ) -> TemplateForm:
-    """Return the form in which thoughts are shown, if there is one."""
+    """Return the form whose `ThoughtForm` shows reasoning; `form` unchanged if none does."""
     thoughts = [message.reasoning for message in messages if message.reasoning]
-    for place in ThoughtForm:
-        found = replace(form, thoughts=place)
+    for thought_form in ThoughtForm:
+        candidate = replace(form, thoughts=thought_form)
         try:
-            text = make(found).text(messages, tools, adds_generation_prompt=False)
+            text = make(candidate).text(messages, tools, adds_generation_prompt=False)
         except TemplateError:
             continue
         if any(thought in text for thought in thoughts) and _CHUNK_AS_TEXT.search(text) is None:
-            return found
+            return candidate
     return form
 
 
 def _shows_tools(subject: RenderedConversation, messages: Sequence[Message], *, shows_calls: bool) -> bool:
-    """Tell whether a template shows tools, answers and calls; many leave them out. Raises TemplateError.
-
-    Without `shows_calls` the calls need not be shown.
-    """
+    """Return True if the template shows tools, tool results and (with `shows_calls`) calls."""
     text = subject.text(messages, TOOLS)
     first_prompt = subject.text(messages[: _turns(messages)[0]], TOOLS)
     answers = [message.content for message in messages if message.role == "tool"]
     arguments = [call.arguments for message in messages for call in message.tool_calls]
-    shown = (*answers, *(one["word"] for one in arguments)) if shows_calls else answers
-    is_printed = any(str(one) in text for one in arguments)  # as Python prints an object: it wants text
+    shown = (*answers, *(values["word"] for values in arguments)) if shows_calls else answers
+    # A dict printed in Python syntax means that the template expects arguments as JSON text.
+    is_printed = any(str(values) in text for values in arguments)
     return TOOL_NAME in first_prompt and all(text.count(each) == 1 for each in shown) and not is_printed
 
 
 def _plain_style(trial: _Trial, style: _Style) -> _Style:
-    """Return the style of a conversation without tools. Raises TemplateError if the template renders none."""
+    """Return a style without tools that renders. Raises TemplateError if the template renders none."""
     objection: TemplateError | None = None
     for has_system in (True, False):
         plain = replace(style, num_calls=0, has_system=has_system)
         objection = trial.objection([*_conversation(plain), Message("user", _NEXT_QUESTION)])
         if objection is None:
             return plain
-    raise TemplateError(f"the chat template renders no plain conversation: {objection}")
+    raise TemplateError(f"the chat template does not render a conversation without tools: {objection}")
 
 
 def _conversation(style: _Style) -> list[Message]:
-    """One tool cycle up to its answer: every text in it is unlike every other."""
+    """Return one tool cycle up to its answer, in which all texts are different."""
     messages = [Message("system", "You look words up.")] if style.has_system else []
     messages.append(Message("user", QUESTION))
     thought = iter(["A bird or a piece?", "I know one of them.", "So I can answer."])

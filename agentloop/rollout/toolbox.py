@@ -605,8 +605,8 @@ class ToolScope:
         open_.num_running += 1
         try:
             # A session that replaces a timed-out one is opened here.
-            if (problem := await self._opened(owner, open_)) is not None:
-                return _Answer(problem.message, ToolOutcome.LOST)
+            if (lost := await self._opened(owner, open_)) is not None:
+                return _Answer(lost.message, ToolOutcome.LOST)
             if self._closing is not None:
                 return _Answer("cancelled", ToolOutcome.ERROR)
             content = await self._bounded(

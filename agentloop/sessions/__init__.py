@@ -1,1 +1,1 @@
-"""Sessions of the chat endpoint, without HTTP: calls, prompts, and the journal they write."""
+"""Sessions of the chat endpoint, independent of HTTP: calls, prompts and the journal."""

@@ -4,7 +4,7 @@ All methods decide synchronously. A call runs once, however many clients wait fo
 is cancelled when the last of them has disconnected, and no retry joins it after that.
 
 A retry continues the latest call with its digest that can only be its client's own (`CallTable.continued_by`): it
-joins a running call, gets the answer of a committed call, and runs again after a failed call. A later call with its
+joins a running call or gets the answer of a committed call. Otherwise it runs as a new call. A later call with its
 digest fixes a failed call. The journal keeps the order of `open_call`, because of two calls with one digest the
 later can fix the earlier.
 """
@@ -12,6 +12,7 @@ later can fix the earlier.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -259,6 +260,8 @@ class CallTable:
         self._records: dict[str, CallRecord] = {}
         self._retry_counts: dict[str, int] = {}  # the latest retry that a call answers; 0 for other calls
         self._lost: set[str] = set()  # calls whose clients left before the answer
+        self._num_unrecorded: Counter[bytes] = Counter()  # calls that failed before the journal had them, by digest
+        self._num_restarts: Counter[bytes] = Counter()  # attempts without an answer whose client has retried
         for record in records:
             if record.state is ModelCallState.OPEN:
                 record = replace(record, state=ModelCallState.FAILED, error="the process that ran it ended")
@@ -285,19 +288,40 @@ class CallTable:
         Agents that sample a prompt several times send equal bodies. So without a unique digest a call is continued
         only if no other client can be waiting for its answer.
         """
-        equal: list[LiveCall | CallRecord] = [
-            self.live.get(record.call_id, record)
-            for record in self._records.values()
-            if record.digest == key.digest
-        ]
-        equal += [live for live in self.live.values() if live.digest == key.digest and not live.is_begun]
-        is_only = len(equal) == 1 and not key.was_refused
-        for call in reversed(equal):
+        equal = self._equal_calls(key)
+        if key.is_unique:
+            return equal[-1] if equal and _can_answer(equal[-1]) else None
+        answerable = [call for call in equal if _can_answer(call)]
+        is_only = len(answerable) == 1 and not self.num_unanswered(key)
+        for call in reversed(answerable):
             # A client counts its retries up: an equal or higher count of the call belongs to another client.
             is_later = self._retry_counts.get(call.call_id, 0) < key.retry_count
-            if key.is_unique or (is_later and (is_only or call.call_id in self._lost)):
+            if is_later and (is_only or call.call_id in self._lost):
                 return call
         return None
+
+    def num_unanswered(self, key: CallKey) -> int:
+        """Return the number of equal attempts without an answer whose clients have not retried yet.
+
+        They failed or were rejected. A retry that starts a new call belongs to one of these clients
+        (`note_restart`); to which one makes no difference, because the attempts are equal.
+        """
+        num_failed = sum(not _can_answer(call) for call in self._equal_calls(key))
+        num_attempts = key.num_refused + self._num_unrecorded[key.digest] + num_failed
+        return max(0, num_attempts - self._num_restarts[key.digest])
+
+    def note_restart(self, key: CallKey) -> None:
+        """Record that a client whose attempt has no answer started a new call."""
+        self._num_restarts[key.digest] += 1
+
+    def note_unrecorded(self, live: LiveCall) -> None:
+        """Record a call that failed before the journal had it."""
+        self._num_unrecorded[live.digest] += 1
+
+    def _equal_calls(self, key: CallKey) -> list[LiveCall | CallRecord]:
+        recorded = [record for record in self._records.values() if record.digest == key.digest]
+        starting = [live for live in self.live.values() if live.digest == key.digest and not live.is_begun]
+        return [*(self.live.get(record.call_id, record) for record in recorded), *starting]
 
     def note_client(self, call_id: str, key: CallKey) -> None:
         """Record the client that a call answers from now on."""
@@ -331,6 +355,13 @@ class CallTable:
     def note(self, record: CallRecord) -> None:
         """Keep the present record of a call that has begun."""
         self._records[record.call_id] = record
+
+
+def _can_answer(call: LiveCall | CallRecord) -> bool:
+    """Return True if the call runs or has an answer."""
+    if isinstance(call, LiveCall):
+        return call.failure is None
+    return call.state is ModelCallState.COMMITTED and not call.error
 
 
 def record_of(live: LiveCall, state: ModelCallState, *, error: str = "") -> CallRecord:

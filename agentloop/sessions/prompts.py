@@ -1,9 +1,9 @@
-"""From a chat call to what an engine is asked: the prompt's ids, how they extend the session, and how to sample.
+"""Prompts of chat calls: token ids, their parent turn in the session, and sampling parameters.
 
-Everything here may refuse a call, and changes nothing: a call that is refused leaves no trace. Stored ids are taken
-as they are; only what is new is rendered, and long texts leave the event loop. Where a template cannot append what
-came (it is not prefix-stable, or an assistant's message follows the reply), the whole prompt is rendered, and
-extends the stored ids only if it begins with them.
+Functions here may refuse a call and do not change the session, so a refused call has no effect. Stored ids are
+reused and only new messages are rendered; long texts are rendered outside the event loop. If the template cannot
+append the new messages (it is not prefix-stable, or an assistant message follows the reply), the complete prompt is
+rendered, and extends the stored ids only if it begins with them.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, Sampl
 from agentloop.values.capabilities import CONSTRAINTS, SAMPLING, Feature, bits_of
 from agentloop.values.checks import check_sampling
 
-_BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit
+_BAN = -100.0  # the logit bias that excludes a token, as in OpenAI's API
 _MAX_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Bounds of one session's calls. All finite."""
+    """Limits of one session's calls."""
 
-    max_open_calls: int = 512  # the next one gets 429
+    max_open_calls: int = 512  # more are refused with status 429
     max_nodes: int = 10_000
-    max_tokens: int = 4_000_000  # stored ones, observed and sampled
-    journal_timeout_s: float = 30.0  # of one write
+    max_tokens: int = 4_000_000  # stored tokens, observed and sampled
+    journal_timeout_s: float = 30.0  # timeout of one write
 
 
 @dataclass(frozen=True, slots=True)
 class SessionParts:
-    """The parts that the sessions of a process share. `reader` and `parser` are of `renderer`'s model."""
+    """The dependencies that the sessions of a process share. `reader` and `parser` belong to `renderer`'s model."""
 
     renderer: Renderer
     reader: TurnReader
@@ -72,56 +72,55 @@ class SessionParts:
     unix_time: Callable[[], float] = time.time
     tally: MetricsTally = field(default_factory=MetricsTally)
     placer: ImagePlacer = field(default_factory=lambda: ImagePlacer(takes_images=False))
-    keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None  # of calls; None: nowhere
-    traces: EngineTraces | None = None  # that engines take part in
+    keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None  # None: images are not stored
+    traces: EngineTraces | None = None  # traces to which engines add spans
 
     async def keep_images(self, images: Sequence[Image]) -> None:
-        """Store a call's images before a record names them. Raises ServiceUnavailable."""
+        """Store a call's images before a record refers to them. Raises ServiceUnavailable."""
         if self.keep_image_files is None or not images:
             return
         try:
             async with asyncio.timeout(self.limits.journal_timeout_s):
                 await self.keep_image_files(tuple(images))
         except (OSError, TimeoutError) as error:
-            raise ServiceUnavailable(f"the call's images cannot be kept: {error!r}") from error
+            raise ServiceUnavailable(f"the images of the call could not be stored: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A call's prompt: all its `ids`, and the `observed_ids` that follow the path of `parent_id`.
+    """The prompt of a call."""
 
-    `images` are spans of `ids`; images' own tokens are in all ids.
-    """
-
-    ids: tuple[int, ...]
-    parent_id: str | None
-    observed: tuple[Message, ...]
-    observed_ids: IntArray
+    ids: tuple[int, ...]  # the complete prompt, including image tokens
+    parent_id: str | None  # the turn that the prompt extends; None for a new root
+    observed: tuple[Message, ...]  # the messages after the parent turn
+    observed_ids: IntArray  # the ids after those of the parent's path
     tools_key: bytes
     split: Split | None
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[ImageSpan, ...] = ()  # spans of `ids`
 
     @property
     def observed_images(self) -> tuple[ImageSpan, ...]:
-        """The images within `observed_ids`."""
+        """The images as spans of `observed_ids`."""
         return shifted_images(self.images, len(self.observed_ids) - len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """A chat call ready to be sampled: its prompt, and the sampling of choice 0. Other choices have other seeds."""
+    """A chat call that is ready to be sampled."""
 
     prompt: Prompt
-    sampling: SamplingParams
+    sampling: SamplingParams  # the parameters of choice 0; other choices differ in their seed
     reads_calls: bool
-    overflow: ContextLengthExceeded | None = None  # the prompt leaves no room for it: it is not asked
+    overflow: ContextLengthExceeded | None = None  # the prompt fills the context, so nothing can be sampled
 
 
 async def prepare_call(
     chat_call: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> PreparedCall:
-    """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError; with new images also
-    what the engine raises."""
+    """Match, render and validate a call.
+
+    Raises InvalidRequest and its subclasses, TemplateError, and for new images the engine's errors.
+    """
     sampling, reads_calls = _sampling(chat_call, parts)
     if chat_call.prompt_ids is not None:
         prompt = _given_prompt(chat_call.prompt_ids, graph, parts)
@@ -137,12 +136,13 @@ async def prepare_call(
         return PreparedCall(prompt, sampling, reads_calls, overflow)
     max_tokens = room if chat_call.max_tokens is None else min(chat_call.max_tokens, room)
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+    # If the prompt opens reasoning, the policy must be able to finish it before the constrained answer.
     if sampling.constraint is not None and chat_call.prompt_ids is None and parts.reader.is_thinking(prompt.ids):
         constraint = behind_thought(sampling.constraint, parts.parser.marks.thoughts)
         sampling = replace(sampling, constraint=constraint)
-    # The ids are within the vocabulary: they were rendered, stored, or checked above.
-    given = SAMPLING | {Feature.PRIORITY, Feature.SCORES}  # by some engines: placement knows
-    features = bits_of(given | CONSTRAINTS if parts.can_constrain else given)
+    # The prompt's ids need no check: they were rendered, stored, or checked above.
+    supported = SAMPLING | {Feature.PRIORITY, Feature.SCORES}  # placement selects an engine with these features
+    features = bits_of(supported | CONSTRAINTS if parts.can_constrain else supported)
     check_sampling(sampling, parts.vocab_size, features=features, engine="session")
     return PreparedCall(prompt, sampling, reads_calls)
 
@@ -150,26 +150,28 @@ async def prepare_call(
 async def make_prompt(
     chat_call: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> Prompt:
-    """Make the prompt of a call's messages, as it extends `graph`. Raises as `prepare_call`.
+    """Return the prompt of a call's messages as an extension of `graph`. Raises the errors of `prepare_call`.
 
-    A prompt extends only a turn under the same tools and template arguments. Where the turn cannot be bridged, all
-    is rendered, as it is under other tools: the session's own messages, thoughts included, in place of their echo.
+    A prompt extends only a turn with the same tools and template arguments. With other tools, or if the turn cannot
+    be bridged, the complete conversation is rendered, with the session's own messages (including reasoning) in
+    place of the messages that the client resent.
     """
     num_messages = len(chat_call.messages) - chat_call.continues
-    messages, begun = chat_call.messages[:num_messages], chat_call.messages[num_messages:]
+    messages, reply_prefix = chat_call.messages[:num_messages], chat_call.messages[num_messages:]
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
     renderer, template_kwargs = parts.renderer, chat_call.template_kwargs
     asker = ImageAsker({image.sha256: image for image in chat_call.images}, engine, request_id)
-    told, tools_key = chat_call.tools, chat_call.tools_key
-    if template_kwargs:  # they shape the prompt as tools do
+    matched_tools, tools_key = chat_call.tools, chat_call.tools_key
+    if template_kwargs:  # like tools, template arguments change the prompt, so they are part of the match
         own = key_of_tools(chat_call.tools) if tools_key is None else tools_key
         arguments = {"name": "template arguments", "arguments": template_kwargs}
-        told, tools_key = (*chat_call.tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
+        matched_tools, tools_key = (*chat_call.tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
     keys = chat_call.keys[:num_messages]
-    match = graph.match(messages, told, is_strict=chat_call.is_strict, keys=keys, tools_key=tools_key)
+    match = graph.match(messages, matched_tools, is_strict=chat_call.is_strict, keys=keys, tools_key=tools_key)
     cause = ""
     if (known := match.parent or match.echoed) is not None:
+        # Clients drop reasoning and change call ids, so the session's own messages replace the resent ones.
         known_messages = own_messages(graph, known)
         appended = _with_own_ids(known_messages, messages)
         messages = (*known_messages, *appended)
@@ -179,15 +181,16 @@ async def make_prompt(
             if isinstance(prompt, Prompt):
                 return prompt
             cause = prompt
-    shown = (*messages, *begun)
-    written = await _rendered(
+    shown = (*messages, *reply_prefix)
+    rendered = await _rendered(
         shown,
         lambda: renderer.render(shown, chat_call.tools, template_kwargs, is_open=chat_call.continues),
         template_kwargs,
     )
-    ids, images = await parts.placer.place(written, messages, asker)
+    ids, images = await parts.placer.place(rendered, messages, asker)
     if match.parent is None:
         return _root(ids, images, messages, match.tools_key, match.split)
+    # The complete rendering may still begin with the stored ids; only if it does not, it starts a new branch.
     parent_id = match.parent.node_id
     split = graph.mark_template_split(parent_id, ids, renderer.decode, cause=cause)
     if split is not None:
@@ -206,38 +209,38 @@ async def _bridged(
     parts: SessionParts,
     asker: ImageAsker,
 ) -> Prompt | str:
-    """Make the prompt of the parent's ids and what is new, or say why this template cannot append it."""
+    """Return the prompt of the parent's ids and a bridge, or the reason why the template cannot append it."""
     appended, renderer, template_kwargs = match.appended, parts.renderer, chat_call.template_kwargs
     if not appended or appended[0].role == "assistant":
-        return "an assistant's message follows the reply"
+        return "an assistant message follows the reply"
     end = parts.reader.end_of(parent.reply, known_messages[:-1])
     num_messages = len(chat_call.messages) - chat_call.continues
     shown = (*appended, *chat_call.messages[num_messages:])
     try:
-        written = await _rendered(
+        rendered = await _rendered(
             shown,
             lambda: renderer.bridge(shown, chat_call.tools, end, template_kwargs, is_open=chat_call.continues),
             template_kwargs,
         )
-    except TemplateNotPrefixStable as refused:
-        return refused.message
-    bridge, images = await parts.placer.place(written, appended, asker, first_index=num_messages - len(appended))
-    known = graph.context_ids(parent.node_id)
-    images = (*graph.context_images(parent.node_id), *shifted_images(images, len(known)))
-    ids = (*known, *bridge)
+    except TemplateNotPrefixStable as error:
+        return error.message
+    bridge, images = await parts.placer.place(rendered, appended, asker, first_index=num_messages - len(appended))
+    context_ids = graph.context_ids(parent.node_id)
+    images = (*graph.context_images(parent.node_id), *shifted_images(images, len(context_ids)))
+    ids = (*context_ids, *bridge)
     return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split, images)
 
 
 def own_messages(graph: TurnGraph, node: Node) -> list[Message]:
-    """Return the conversation up to the node's reply as the session has it."""
+    """Return the session's own messages up to and including the node's reply."""
     path = graph.path_of(node.node_id)
     return [message for turn in path for message in turn.messages]
 
 
 def _with_own_ids(own: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages after the echo of `own`, answers of calls with the session's ids of those calls.
+    """Return the messages that follow the copies of `own`, with the session's call ids in tool results.
 
-    A client may rewrite ids. The policy sees its call under the id that it wrote, so the answer must have that id.
+    A client may change call ids. The policy is shown its call with the original id, so the result must have it too.
     """
     ids = {
         echoed.id: call.id
@@ -259,7 +262,7 @@ def _given_prompt(prompt_ids: tuple[int, ...], graph: TurnGraph, parts: SessionP
     parent, new_ids, split = graph.match_ids(prompt_ids, decode=parts.renderer.decode)
     parent_id = None if parent is None else parent.node_id
     if parent is not None and graph.context_images(parent.node_id):
-        raise UnsupportedParameter("a raw prompt cannot go on from a conversation with images", param="prompt")
+        raise UnsupportedParameter("a raw prompt cannot continue a conversation with images", param="prompt")
     return Prompt(prompt_ids, parent_id, (), _array(new_ids), b"", split)
 
 
@@ -280,33 +283,33 @@ def _array(ids: Sequence[int]) -> IntArray:
 async def _rendered(
     messages: Sequence[Message], work: Callable[[], list[int]], template_kwargs: Mapping[str, JSON]
 ) -> list[int]:
-    if template_kwargs:  # new ones are tried on the template first, which takes some 20 ms
+    if template_kwargs:  # the template check of new arguments takes about 20 ms
         return await asyncio.to_thread(work)
     return await off_loop(sum(map(_num_chars, messages)), work)
 
 
 def _num_chars(message: Message) -> int:
-    """Count a message's characters, arguments counted by their first level: their strings are what can be long."""
+    """Estimate a message's number of characters. Of arguments it counts only strings at the first level."""
     values = (value for call in message.tool_calls for value in (call.text, *call.arguments.values()))
     nested = sum(len(value) if isinstance(value, str) else 1 for value in values)
     return len(message.content) + len(message.reasoning) + nested
 
 
-# --- how to sample ----------------------------------------------------------------------------------------
+# Sampling parameters
 
 
 def _sampling(chat_call: ChatCall, parts: SessionParts) -> tuple[SamplingParams, bool]:
-    """Return the call's sampling without its number of tokens, and whether the reply's calls are read."""
+    """Return the sampling parameters without `max_tokens`, and True if the reply's calls are parsed."""
     if chat_call.max_tokens is not None and chat_call.max_tokens <= 0:
-        raise InvalidRequest(f"max_tokens is {chat_call.max_tokens}, not positive", param="max_tokens")
+        raise InvalidRequest(f"max_tokens must be positive, received {chat_call.max_tokens}", param="max_tokens")
     if chat_call.num_choices <= 0:
-        raise InvalidRequest(f"n is {chat_call.num_choices}, not positive", param="n")
-    given = chat_call.sampling
-    if given.constraint is not None and not parts.can_constrain:
+        raise InvalidRequest(f"n must be positive, received {chat_call.num_choices}", param="n")
+    requested = chat_call.sampling
+    if requested.constraint is not None and not parts.can_constrain:
         raise UnsupportedParameter("this service's engine cannot constrain its output", param="constraint")
-    own_stops = () if given.ignore_eos else parts.renderer.stop_token_ids
-    stops = tuple(dict.fromkeys((*own_stops, *given.stop_token_ids)))
-    sampling = replace(given, stop_token_ids=stops)
+    own_stops = () if requested.ignore_eos else parts.renderer.stop_token_ids
+    stops = tuple(dict.fromkeys((*own_stops, *requested.stop_token_ids)))
+    sampling = replace(requested, stop_token_ids=stops)
     if chat_call.tool_choice is ToolChoice.REQUIRED:
         return replace(sampling, constraint=_call_constraint(chat_call, parts)), True
     if chat_call.tool_choice is ToolChoice.NONE:
@@ -316,16 +319,21 @@ def _sampling(chat_call: ChatCall, parts: SessionParts) -> tuple[SamplingParams,
 
 def _call_constraint(chat_call: ChatCall, parts: SessionParts) -> Constraint:
     if not parts.can_constrain:
-        raise UnsupportedParameter("this service's engine cannot be made to call a tool", param="tool_choice")
+        raise UnsupportedParameter(
+            "this service's engine cannot constrain its output, so tool calls cannot be required",
+            param="tool_choice",
+        )
     if chat_call.sampling.constraint is not None:
-        raise InvalidRequest("a reply is either a tool call or of a response format", param="tool_choice")
+        raise InvalidRequest(
+            "a required tool call and a response format exclude each other: send one of them", param="tool_choice"
+        )
     return parts.parser.call_constraint(
         chat_call.tools, forced=chat_call.forced_tool, is_parallel=chat_call.is_parallel
     )
 
 
 def with_client_param(error: BaseException, chat_call: ChatCall) -> BaseException:
-    """Return the error; where its `param` is the constraint, it names the client's own field."""
+    """Return the error, with the client's field name in place of the `param` "constraint"."""
     if not isinstance(error, AgentLoopError) or error.param != "constraint":
         return error
     param = "tool_choice" if chat_call.tool_choice is ToolChoice.REQUIRED else chat_call.constraint_param
@@ -333,7 +341,7 @@ def with_client_param(error: BaseException, chat_call: ChatCall) -> BaseExceptio
 
 
 def _bias_without_calls(chat_call: ChatCall, parts: SessionParts) -> tuple[tuple[int, float], ...]:
-    """Ban the mark that opens a tool call in the call's bias, where the model has one token for it."""
+    """Return the call's logit bias, extended by a ban of the token that opens a tool call, if there is one."""
     bias = chat_call.sampling.logit_bias
     if not chat_call.tools or not parts.parser.marks.openings:
         return bias

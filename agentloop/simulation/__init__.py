@@ -1,1 +1,1 @@
-"""The simulated engine: a seeded policy, KV cache and scheduler in virtual or real time."""
+"""The simulated engine: a seeded token policy, a KV cache and a scheduler, in virtual or real time."""

@@ -1,13 +1,10 @@
-"""An engine without a model, for tests, load tests and simulation: the whole Engine port, token by token.
+"""An engine without a model that implements the complete `Engine` protocol, for tests, load tests and simulation.
 
-One task (owned: made by `start`, ended by `close`) runs the engine step: admit what fits, let the step's time pass
-on the injected clock, give every running request one token. All other methods change state synchronously between
-two steps, so none ever sees half a token. Everything is seeded: under a VirtualClock two runs are equal.
-
-Requests wait in order of arrival, take KV blocks when admitted, and give them back when they end. If a running
-request finds no block, the one admitted last is preempted: it goes back to the head of the queue without KV and
-is prefilled again later. With a zero-latency model there is no time to model, so a step takes tokens request by
-request up to a bound, after which other tasks run.
+One task, from `start` to `close`, runs the engine steps: admit requests, wait for the step's duration on the
+injected clock, sample one token for every running request. All other methods change state synchronously between two
+steps. Invariant: everything is seeded, so two runs under a VirtualClock are equal. Requests wait in order of
+arrival and hold KV blocks from admission to end. If a running request gets no block, the request admitted last is
+preempted: it returns to the head of the queue without KV and is prefilled again.
 """
 
 from __future__ import annotations
@@ -66,14 +63,14 @@ from agentloop.values.checks import check_request, room_tokens
 from agentloop.values.sampled_tokens import SampledTokens
 from agentloop.values.sampling import LogprobsMode
 
-# Bounds of a step without latency, about a millisecond of work: the loop's other tasks are not held up.
+# Limits of a step without latency (about a millisecond of work), so that other tasks of the event loop can run.
 _ZERO_LATENCY_TOKENS_PER_STEP = 256
 _ZERO_LATENCY_ADMISSIONS_PER_STEP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSpec:
-    """The size and speed of a simulated engine. `initial_version` None: dummy weights, unusable until a commit."""
+    """The size and speed of a simulated engine."""
 
     vocab_size: int = 32_000
     max_context_tokens: int = 4096
@@ -82,15 +79,15 @@ class SimulatedSpec:
     max_running: int = 256
     latency: LatencyModel = field(default_factory=LatencyModel)
     seed: int = 0
-    initial_version: int | None = 0
+    initial_version: int | None = 0  # None: dummy weights; the engine is unusable until a commit
     num_workers: int = 1
     can_sleep: bool = True
     scheduling_policy: str = "fcfs"  # or "priority"
-    can_constrain: bool = False  # its policy is trusted to honour constraints
+    can_constrain: bool = False  # True if the policy respects constraints; the engine does not enforce them
     lora_rank: int | None = None
-    max_loras: int | None = None  # adapters that it serves by name; None: none
+    max_loras: int | None = None  # maximum number of adapters served by name; None: not supported
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
-    model: str = ""  # the folder with the weights of the initial version; empty: there is none
+    model: str = ""  # the weight folder of the initial version, or empty
     pace: ReportPace = field(default_factory=ReportPace)
     stream_pace: StreamPace = field(default_factory=StreamPace)
 
@@ -114,7 +111,7 @@ class SimulatedSpec:
 
 
 class SimulatedEngine:
-    """An Engine whose tokens come from a `TokenPolicy`. `faults` may be armed at any time."""
+    """An Engine that samples from a `TokenPolicy`. `faults` may be changed at any time."""
 
     def __init__(
         self,
@@ -126,11 +123,17 @@ class SimulatedEngine:
         weight_source: WeightSource | None = None,
         read_folder: ReadFolder = read_files,
     ) -> None:
-        """`weight_source` receives pushed weights; without one, a push is refused. `read_folder` reads and checks
-        folders of weights; by default any form is taken."""
+        """`weight_source` receives pushed weights; without one, pushes are refused.
+
+        `read_folder` reads and validates weight folders; the default accepts any format.
+        """
         self._spec = spec = spec if spec is not None else SimulatedSpec()
         if spec.num_blocks * spec.block_size < spec.max_context_tokens:
-            raise InvalidRequest("the KV cache must hold one full context", param="num_blocks")
+            raise InvalidRequest(
+                f"the KV cache ({spec.num_blocks} blocks of {spec.block_size} tokens) is smaller than one context "
+                f"({spec.max_context_tokens} tokens)",
+                param="num_blocks",
+            )
         self._clock = clock if clock is not None else RealClock()
         self._policy = policy if policy is not None else HashPolicy(spec.vocab_size, spec.seed)
         self.faults = faults if faults is not None else Faults()
@@ -180,7 +183,7 @@ class SimulatedEngine:
             await asyncio.wait([self._task])
 
     def kill(self, reason: str = "the engine died") -> None:
-        """Die between two tokens, as a process does that is killed: everything raises EngineLost from now on."""
+        """Simulate a killed process: all requests and later calls raise EngineLost."""
         if not self._lifecycle.close(reason):
             return
         self._fail_all(EngineLost, reason)
@@ -250,7 +253,7 @@ class SimulatedEngine:
             for live in self._scheduler.all():
                 self._finish(live, FinishReason.ABORT)
         if mode is PauseMode.WAIT:
-            await lifecycle.until_drained()
+            await lifecycle.until_drained()  # outside `control`: a resume must be able to end the wait
         async with lifecycle.control:
             lifecycle.paused(kv_policy)
             if kv_policy is KVPolicy.RECOMPUTE:
@@ -274,12 +277,12 @@ class SimulatedEngine:
         return 0.0 if version is None else self._clock.now() - began_at
 
     async def _run_canary(self, version: int) -> None:
-        """Run the canary check, whose result the injected faults decide. Raises WeightsRefused."""
+        """Run the canary check, whose result is determined by the injected faults. Raises WeightsRefused."""
         try:
             if self.faults.look_delay_s:
                 await self._clock.sleep(self.faults.look_delay_s)
             if version in self.faults.noise_versions:
-                raise WeightsRefused(f"injected: version {version} is noise")
+                raise WeightsRefused(f"injected fault: the weights of version {version} are broken")
             self._lifecycle.require_alive()
         except Exception:
             self._refuse()
@@ -287,14 +290,14 @@ class SimulatedEngine:
         else:
             self._lifecycle.release_output()
         finally:
-            # Cancelled too: the next resume checks again.
+            # After a cancellation too, the next resume runs the check again.
             if self._lifecycle.is_output_held and self._lifecycle.is_serving:
                 self._lifecycle.paused(KVPolicy.KEEP)
             self._refresh()
 
     def _refuse(self) -> None:
         self._lifecycle.refuse()
-        self._fail_all(EngineUnusable, "its weights are of unknown state")
+        self._fail_all(EngineUnusable, "the state of the engine's weights is unknown")
         self._scheduler.drop_kv()
 
     async def drain_pinned(self, version: int, grace_s: float) -> None:
@@ -308,7 +311,9 @@ class SimulatedEngine:
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
         if self._spec.max_loras is not None and not update.is_probe:
-            raise CheckpointUnreadable("this engine serves adapters by name: its weights stay", param="directory")
+            raise CheckpointUnreadable(
+                "this engine serves adapters by name, so its base weights cannot be updated", param="directory"
+            )
         report = await self._weights.stage(update)
         self._lifecycle.require_alive()
         return report
@@ -324,8 +329,9 @@ class SimulatedEngine:
                 with self._lifecycle.committing(version, is_forced=self._weights.is_forced):
                     report = await self._weights.commit()
             except BaseException:
-                self._fail_all(EngineUnusable, "its weights are of unknown state")
+                self._fail_all(EngineUnusable, "the state of the engine's weights is unknown")
                 raise
+            # Requests that do not accept the new version must not sample a token with it.
             for request_id in self._lifecycle.refusing(version):
                 await self.abort(request_id)
             return replace(report, canary_ms=1e3 * await self._resume()) if resumes else report
@@ -333,12 +339,14 @@ class SimulatedEngine:
     async def load_adapter(self, adapter: Adapter) -> StageReport:
         self._lifecycle.check_stage()
         if self._spec.max_loras is None:
-            raise CheckpointUnreadable("this engine serves no adapters by name", param="name")
+            raise CheckpointUnreadable(
+                "this engine does not serve adapters by name: set max_loras when it starts", param="name"
+            )
         if (served := self._adapters.serving(adapter)) is not None:
             return StageReport(HeldIn.DEVICE, "adapter", digest=served.digest)
         if self.faults.num_failed_stages:
             self.faults.num_failed_stages -= 1
-            raise CheckpointUnreadable("injected: the adapter does not fit the model", param="directory")
+            raise CheckpointUnreadable("injected fault: the adapter does not match the model", param="directory")
         contents = await self._weights.contents(adapter.directory)
         check_digest(adapter.digest, contents.digest, adapter.directory)
         self._adapters.take_unused()
@@ -360,7 +368,7 @@ class SimulatedEngine:
         self._lifecycle.check_sleep(level, can_sleep=self._spec.can_sleep)
         try:
             await self.check_health()
-        except EngineLost:  # it has ended, and holds no memory
+        except EngineLost:  # an ended engine holds no memory
             return
         await self.pause(PauseMode.KEEP)
         async with self._lifecycle.control:
@@ -391,13 +399,13 @@ class SimulatedEngine:
     async def check_health(self) -> None:
         self._lifecycle.require_alive()
 
-    # --- requests -----------------------------------------------------------------------------------------
+    # Requests
 
     def _submit(self, request: GenerateRequest, *, is_streamed: bool) -> LiveRequest:
         self._lifecycle.require_alive()
         if self.faults.num_lost:
             self.faults.num_lost -= 1
-            raise EngineLost("injected: the connection broke")
+            raise EngineLost("injected fault: the connection was lost")
         check_request(request, self.info)
         version = self._lifecycle.require_usable()
         if self._scheduler.find(request.request_id) is not None:
@@ -423,12 +431,12 @@ class SimulatedEngine:
         return live
 
     def _pin_adapter(self, live: LiveRequest) -> None:
-        """Give a request that begins the served version of its adapter. Raises as `pin` does."""
+        """Assign the served version of its adapter to a new request. Raises the errors of `HeldAdapters.pin`."""
         if live.request.adapter and live.adapter is None:
             live.adapter = self._adapters.pin(live.request)
 
     def _pin_adapters(self) -> None:
-        """Do so for all requests that were held by a pause."""
+        """Call `_pin_adapter` for all requests that were held by a pause."""
         for live in self._scheduler.all():
             try:
                 self._pin_adapter(live)
@@ -436,7 +444,7 @@ class SimulatedEngine:
                 self._fail(live, error)
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
-        """Answer a request and forget it."""
+        """Remove a request and resolve its future with the generation."""
         self._drop(live)
         request_id, load = live.request.request_id, self.load()
         generation = live.sampled.generation(request_id, reason, cached_tokens=live.cached_tokens, load=load)
@@ -455,7 +463,7 @@ class SimulatedEngine:
         self._drop(live)
         if not live.done.done():
             live.done.set_exception(error)
-            live.done.exception()  # marks it as seen: a caller that has left must not cause a log line
+            live.done.exception()  # mark it as retrieved: asyncio logs it otherwise if the caller was cancelled
 
     def _drop(self, live: LiveRequest) -> None:
         self._scheduler.remove(live)
@@ -466,23 +474,23 @@ class SimulatedEngine:
             live.has_progress.set()
         self._refresh()
 
-    # --- the engine's task --------------------------------------------------------------------------------
+    # The engine's task
 
     async def _serve(self) -> None:
         try:
             while True:
                 await self._has_work.wait()
-                if self._has_work.is_set():  # a pause may have come before this task had its turn
+                if self._has_work.is_set():  # a pause may have cleared it before this task ran
                     await self._step()
         except Exception as error:
-            # A bug, or a policy that raised: all callers hear of it, now and later, rather than wait for ever.
-            self.kill(f"its step failed: {error!r}")
+            # After a bug, or an error of the policy, fail all current and later calls, so that none waits forever.
+            self.kill(f"an engine step failed: {error!r}")
 
     async def _step(self) -> None:
-        """Admit, let the step's time pass, and sample, unless a pause came meanwhile."""
+        """Admit requests, wait for the step's duration, and sample, unless the engine was paused in between."""
         latency, lifecycle = self._spec.latency, self._lifecycle
         if lifecycle.version is None:
-            raise InvariantBroken("a request runs without weights")
+            raise InvariantBroken("a request is running, but the weight version is unknown")
         num_prefilled = self._scheduler.admit(
             lifecycle.version,
             only_begun=not lifecycle.is_serving,
@@ -492,6 +500,7 @@ class SimulatedEngine:
             await self._clock.sleep(0)
         else:
             await self._clock.sleep(latency.step_s(num_prefilled, *self._scheduler.decoding_tokens()))
+        # The engine may have been paused, or its weights refused, during the sleep.
         if lifecycle.is_paused or lifecycle.version is None:
             return
         self._num_steps += 1
@@ -501,7 +510,7 @@ class SimulatedEngine:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Bring the events in line with the state; called after every change of phase or of the queues."""
+        """Update the events from the state. Call after every change of the phase or the queues."""
         lifecycle = self._lifecycle
         lifecycle.refresh()
         can_run = lifecycle.phase in (EnginePhase.SERVING, EnginePhase.DRAINING)

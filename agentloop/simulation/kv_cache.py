@@ -1,9 +1,8 @@
 """The KV cache of a simulated engine: blocks, prefix reuse, least-recently-used eviction. Synchronous.
 
-A full block is known by its name, a hash of its ids and of the name before it. It holds the policy's state after
-its last token.
-Invariants: a block that any request holds is never evicted; a block in the cache has its parent in the cache;
-blocks held, cached and free sum to `num_blocks`.
+The name of a full block is a hash of its ids and its parent's name. A block stores the policy's state after its
+last token. Invariants: a block held by a request is never evicted; the parent of a cached block is cached; held,
+cached and free blocks sum to `num_blocks`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import xxhash
 
 
 class BlockChain:
-    """The names of one context's full blocks; it grows at its end, and costs O(new tokens) a time.
+    """The names of one context's full blocks. Appending takes O(new tokens).
 
-    The first block follows the KV version, so that contexts of two versions share no block.
+    The KV version is the parent name of the first block, so contexts with different KV versions share no block.
     """
 
     __slots__ = ("_block_size", "_kv_version", "_tail", "names", "num_tokens")
@@ -33,7 +32,7 @@ class BlockChain:
         self._tail = b""  # packed ids after the last full block
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Append ids, each in [0, 2**32), and name the blocks that are full now."""
+        """Append ids, each in [0, 2**32), and the names of the blocks that they complete."""
         packed = array("I", token_ids)
         self.num_tokens += len(packed)
         data, size = self._tail + packed.tobytes(), 4 * self._block_size
@@ -46,14 +45,14 @@ class BlockChain:
 
 @dataclass(slots=True)
 class KVSequence:
-    """One request's KV. `num_tokens` of its ids are in the cache; `state` is the policy's after them."""
+    """The KV of one request."""
 
     kv_version: int
-    chain: BlockChain  # of all ids seen, cached or not
+    chain: BlockChain  # covers all ids, cached or not
     num_held: int = 0  # full blocks held
-    tail: list[int] = field(default_factory=list)  # ids in the last, partial block; it has one unless empty
-    num_tokens: int = 0
-    state: int = 0
+    tail: list[int] = field(default_factory=list)  # ids in the partial last block; empty without such a block
+    num_tokens: int = 0  # ids in the cache
+    state: int = 0  # the policy's state after these ids
 
 
 @dataclass(slots=True)
@@ -69,25 +68,25 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._blocks: dict[int, _Block] = {}  # full blocks
-        self._idle: OrderedDict[int, None] = OrderedDict()  # held by no request, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks without holder, least recently used first
         self._num_tails = 0  # partial blocks; each belongs to one sequence
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that requests hold; the rest is free or can be evicted."""
+        """Blocks held by requests. The others are free or can be evicted."""
         return len(self._blocks) - len(self._idle) + self._num_tails
 
     def sequence(self, kv_version: int) -> KVSequence:
-        """Return the KV of a request that holds nothing yet and may share that of `kv_version`."""
+        """Return the empty KV of a request that may share blocks of `kv_version`."""
         return KVSequence(kv_version, BlockChain(self.block_size, kv_version))
 
     def admit(
         self, sequence: KVSequence, token_ids: Sequence[int], advance: Callable[[int, Sequence[int]], int]
     ) -> int | None:
-        """Give a sequence that holds nothing the KV of all `token_ids`; `advance` computes what is not cached.
+        """Allocate the KV of all `token_ids` for an empty sequence; `advance` computes the uncached part.
 
-        Returns how many tokens were cached (never all: the last one is always computed, as sampling needs its
-        output), or None if blocks do not suffice; then nothing changed.
+        Returns the number of cached tokens, which excludes the last token because sampling needs its output.
+        Returns None, without a change, if there are not enough blocks.
         """
         size, names = self.block_size, sequence.chain.names
         sequence.chain.extend(token_ids[sequence.chain.num_tokens :])
@@ -115,7 +114,7 @@ class KVCache:
         return num_cached * size
 
     def append(self, sequence: KVSequence, token_id: int, state: int) -> bool:
-        """Add the KV of one token, after which the policy's state is `state`. False if no block is left."""
+        """Add the KV of one token; `state` is the policy's state after it. Returns False if no block is left."""
         if not sequence.tail and not self._take():
             return False
         sequence.tail.append(token_id)
@@ -130,9 +129,10 @@ class KVCache:
         return True
 
     def release(self, sequence: KVSequence) -> None:
-        """Take back all a sequence holds. Full blocks stay cached, its last one first to be evicted. Idempotent."""
+        """Release all blocks of a sequence; full blocks stay cached. Idempotent."""
         if sequence.tail:
             self._num_tails -= 1
+        # In reverse, so that the last block is evicted first and a cached block never loses its parent.
         for name in reversed(sequence.chain.names[: sequence.num_held]):
             block = self._blocks[name]
             block.num_holders -= 1
@@ -141,7 +141,7 @@ class KVCache:
         sequence.tail, sequence.num_held, sequence.num_tokens, sequence.state = [], 0, 0, 0
 
     def clear(self) -> None:
-        """Forget every block that no request holds."""
+        """Drop all blocks that no request holds."""
         for name in self._idle:
             del self._blocks[name]
         self._idle.clear()
@@ -151,7 +151,7 @@ class KVCache:
         self._idle.pop(name, None)
 
     def _take(self) -> bool:
-        """Take a free block as a partial one, evicting if none is free. False if all are held."""
+        """Allocate a partial block, evicting one if none is free. Returns False if all blocks are held."""
         if len(self._blocks) + self._num_tails >= self.num_blocks:
             if not self._idle:
                 return False
@@ -161,7 +161,7 @@ class KVCache:
         return True
 
     def _store(self, sequence: KVSequence, name: int) -> None:
-        """Turn the sequence's partial block into a full one, or share an equal one that is there."""
+        """Convert the sequence's partial block to a full one, or release it if an equal block is cached."""
         self._num_tails -= 1
         if name not in self._blocks:
             self._blocks[name] = _Block(sequence.state, 0)

@@ -1,8 +1,8 @@
-"""Tokens, latency and faults of a simulated engine; the engine itself is in `engine.py`.
+"""Tokens, latency and faults of a simulated engine.
 
-A policy sees KV as one integer, its *state*: what a model would keep for the ids it has read. `advance` reads ids
-into it under one weight version, so a state mixes versions exactly where real KV does, and drawing a token from it
-shows whether the engine kept, reused or recomputed KV as it should.
+A policy represents KV by one integer, its *state*. `advance` adds ids to it under one weight version, so a state
+mixes versions exactly where real KV does. The token sampled from a state therefore shows if the engine kept, reused
+or recomputed KV correctly.
 """
 
 from __future__ import annotations
@@ -25,46 +25,47 @@ from agentloop.types import GenerateRequest, Generation, SamplingParams, WeightV
 _MASK = 2**64 - 1
 _MULTIPLIER = 0xD1342543DE82EF95  # odd, from Steele and Vigna's table of good 64-bit multipliers
 _VERSION_STEP = 0x9E3779B97F4A7C15
-_LOGITS = (3.0, 2.0, 1.0, 0.0)  # of the ids HashPolicy can sample at any position
-_OTHER_LOGIT = -17.0  # of all other ids: they are sampled only where a bias lifts them, or a ban leaves no other
+_LOGITS = (3.0, 2.0, 1.0, 0.0)  # logits of the candidate ids of HashPolicy at each position
+_OTHER_LOGIT = -17.0  # logit of all other ids, which are sampled only with a bias or if all candidates are banned
 
 _pair = struct.Struct("<QQ").pack
 
 
 class TokenStream(Protocol):
-    """One request's tokens."""
+    """The token source of one request."""
 
     def advance(self, state: int, token_ids: Sequence[int], weight_version: int) -> int:
-        """Read `token_ids` into a state; the state of nothing is 0. How ids are cut must not matter."""
+        """Return the state after `token_ids`. The initial state is 0. The result is independent of chunking."""
 
     def sample(self, state: int, weight_version: int) -> tuple[int, float]:
-        """Return the next id and its logprob. Called once a sampled token, in order."""
+        """Return the next id and its logprob. Called once per sampled token, in order."""
 
     def alternatives(
         self, state: int, weight_version: int, *, is_raw: bool = False
     ) -> tuple[tuple[int, float], ...]:
-        """Return what `sample`, called next with the same arguments, chooses from: ids and logprobs, best first.
+        """Return the candidates of the next `sample` with the same arguments: ids and logprobs, best first.
 
-        `is_raw`: under the plain softmax, whatever the request asks for.
+        With `is_raw`, logprobs are those of the plain softmax, independent of the request's sampling parameters.
         """
 
     def raw_logprob(self, state: int, weight_version: int, token_id: int) -> float:
-        """Return the plain softmax's logprob of what `sample` gave, called before with the same arguments."""
+        """Return the plain softmax's logprob of the id that `sample` returned for the same arguments."""
 
 
 class TokenPolicy(Protocol):
-    """A stand-in for a model."""
+    """A replacement of a model."""
 
     def open(self, request: GenerateRequest) -> TokenStream:
-        """Open the tokens of one request. What it raises, `generate` raises."""
+        """Return the token source of one request. `generate` raises its exceptions."""
 
 
 class HashPolicy:
-    """Pseudo-random ids that prove their origin: a token follows from the ids before it, the adapter and the
-    versions they were read under, the version it is sampled under, and (unless temperature is 0) the seed.
+    """Samples pseudo-random ids that prove their origin.
 
-    Each position has four candidate ids with logits 3, 2, 1, 0, so logprobs are those of a real distribution, made
-    as `SamplingParams` says. A request without a seed draws from `seed` and its request id.
+    A token is a function of the preceding ids, the weight versions under which they were read, the adapter, the
+    version under which it is sampled, and (unless temperature is 0) the seed. Each position has four candidates
+    with the logits 3, 2, 1, 0, to which `SamplingParams` apply as in a real engine. Without a seed in the request,
+    the seed is derived from `seed` and the request id.
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -87,7 +88,7 @@ class _HashStream:
     def __init__(
         self, sampling: SamplingParams, vocab_size: int, seed: int, prompt_ids: Sequence[int], salt: int
     ) -> None:
-        """`salt` is that of an adapter, 0 without one."""
+        """`salt` identifies the adapter; 0 without an adapter."""
         self._vocab_size = vocab_size
         self._seed = seed
         self._sampling = sampling
@@ -129,7 +130,7 @@ class _HashStream:
         return logprobs[index] if index < len(logprobs) else logprobs[0] + _OTHER_LOGIT - self._logits[0]
 
     def _candidates(self, place: int) -> tuple[tuple[int, ...] | None, _Distribution]:
-        """Return ids best first (None: those from `place` on, in order), and how likely the first of them are."""
+        """Return the candidate ids, best first, and the distribution; None means consecutive ids from `place`."""
         sampling, logits, ids = self._sampling, self._logits, None
         if self._adjustment is not None:
             base = {(place + index) % self._vocab_size: logit for index, logit in enumerate(logits)}
@@ -148,7 +149,7 @@ class _Adjustment:
         self._bias = dict(sampling.logit_bias)
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._prompt_ids = frozenset(prompt_ids if sampling.repetition_penalty != 1 else ())
-        self._counts: Counter[int] = Counter()  # of the ids sampled so far
+        self._counts: Counter[int] = Counter()  # number of samples per id
         self._num_sampled = 0
 
     @staticmethod
@@ -162,7 +163,7 @@ class _Adjustment:
         self._num_sampled += 1
 
     def apply(self, base: dict[int, float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Return ids and logits, best first: those of `base` and the biased ones that are not banned."""
+        """Return the ids of `base` and the biased ids, without banned ones, and their logits; best first."""
         banned = self._stop_ids if self._num_sampled < self._sampling.min_tokens else frozenset()
         known = {token_id: _OTHER_LOGIT for token_id, bias in self._bias.items() if bias > 0} | base
         logits = {
@@ -190,29 +191,33 @@ _Distribution: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 def _distribution(
     logits: tuple[float, ...], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
 ) -> _Distribution:
-    """Return cumulative probabilities of the ids that can be drawn, best first, and the logprobs to report."""
+    """Return cumulative probabilities of the ids that can be sampled, best first, and the logprobs to report."""
     if temperature == 0:
         return (1.0,), _log_softmax(logits)
-    # The best one is 0, so no weight overflows however small the temperature is.
+    # Relative to the largest logit, so that small temperatures cause no overflow.
     scaled = [(logit - logits[0]) / temperature for logit in logits]
     scaled = [logit for logit in scaled if min_p == 0 or logit >= math.log(min_p)]
     logprobs = _log_softmax(scaled[: top_k or len(scaled)])
     if top_p < 1:
-        before = (0.0, *accumulate(map(math.exp, logprobs)))  # the mass of all ids that are likelier
+        before = (0.0, *accumulate(map(math.exp, logprobs)))  # probability mass of all more likely ids
         logprobs = _log_softmax([logprob for logprob, mass in zip(logprobs, before, strict=False) if mass < top_p])
     return tuple(accumulate(map(math.exp, logprobs))), logprobs
 
 
 def _log_softmax(logits: Sequence[float]) -> tuple[float, ...]:
-    """Return logprobs of logits that have the largest first."""
+    """Return the logprobs of logits in descending order."""
     total = math.log(sum(math.exp(logit - logits[0]) for logit in logits))
     return tuple(logit - logits[0] - total for logit in logits)
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Seconds of one engine step: `a + b*x` for x uncached tokens prefilled in it, and
-    `alpha + beta*batch + gamma*context_tokens` for the requests that decode. All zero: no time passes."""
+    """The duration of an engine step.
+
+    A step takes `prefill_s + prefill_s_per_token * tokens` for uncached prefill tokens, plus `decode_s +
+    decode_s_per_request * requests + decode_s_per_context_token * context_tokens` for decoding requests. If all
+    fields are zero, steps take no time.
+    """
 
     prefill_s: float = 0.0
     prefill_s_per_token: float = 0.0
@@ -225,7 +230,7 @@ class LatencyModel:
         return self == LatencyModel()
 
     def step_s(self, num_prefilled: int, num_decoding: int, num_context_tokens: int) -> float:
-        """Return the seconds one step takes."""
+        """Return the duration of a step in seconds."""
         prefill_s = self.prefill_s + self.prefill_s_per_token * num_prefilled if num_prefilled else 0.0
         if not num_decoding:
             return prefill_s
@@ -234,32 +239,32 @@ class LatencyModel:
 
 
 class Malformation(StrEnum):
-    """Ways for an engine's answer to be wrong."""
+    """Defects of an engine's answer."""
 
     SHORT_LOGPROBS = "short_logprobs"  # one logprob fewer than ids
     ID_OUT_OF_RANGE = "id_out_of_range"  # the last id is the vocabulary's size
     SENTINEL_LOGPROB = "sentinel_logprob"  # the last logprob is -9999
     NAN_LOGPROB = "nan_logprob"  # the last logprob is NaN
     SPAN_GAP = "span_gap"  # the last token has no weight version
-    SHORT_TOP_LOGPROBS = "short_top_logprobs"  # alternatives for one token fewer than ids
+    SHORT_TOP_LOGPROBS = "short_top_logprobs"  # the last token has no alternatives
 
 
 @dataclass(slots=True)
 class Faults:
-    """Faults to come; a test arms them at any time, and each occurrence uses one up."""
+    """Faults to inject. A test may set them at any time; each occurrence decrements a counter."""
 
-    num_lost: int = 0  # so many `generate` calls raise EngineLost at once
-    num_hung: int = 0  # so many requests are accepted and never run; abort, cancellation and close end them
-    malformed: list[Malformation] = field(default_factory=list)  # how the next answers are wrong, in order
-    num_failed_stages: int = 0  # so many stages raise CheckpointUnreadable
-    num_failed_commits: int = 0  # so many commits raise WeightUpdateFailed
-    commit_delay_s: float = 0.0  # every commit takes so much longer
-    noise_versions: frozenset[int] = frozenset()  # whose weights make noise: the look at them says so
-    look_delay_s: float = 0.0  # every look at new weights takes so long
+    num_lost: int = 0  # number of `generate` calls that raise EngineLost immediately
+    num_hung: int = 0  # number of requests that are accepted but never run; abort, cancellation and close end them
+    malformed: list[Malformation] = field(default_factory=list)  # defects of the next answers, in order
+    num_failed_stages: int = 0  # number of `stage` calls that raise CheckpointUnreadable
+    num_failed_commits: int = 0  # number of commits that raise WeightUpdateFailed
+    commit_delay_s: float = 0.0  # additional duration of every commit
+    noise_versions: frozenset[int] = frozenset()  # versions that fail the canary check
+    look_delay_s: float = 0.0  # duration of every canary check
 
 
 def malformed(generation: Generation, how: Malformation, vocab_size: int) -> Generation:
-    """Return a generation of at least one token, made wrong."""
+    """Return a generation of at least one token with the defect `how`."""
     match how:
         case Malformation.SHORT_LOGPROBS:
             return replace(generation, logprobs=generation.logprobs[:-1])

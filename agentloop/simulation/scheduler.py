@@ -1,8 +1,7 @@
-"""Continuous batching of a simulated engine: which requests wait, run and are preempted. Synchronous.
+"""Continuous batching of a simulated engine: waiting, running and preempted requests. Synchronous.
 
-Owned here: the queues, each request's tokens, and the KV a running request holds. Invariants: a request is in
-exactly one of waiting, running and hung; only a running one holds KV; one that ever ran waits before all that
-did not.
+The scheduler owns the queues, each request's tokens and the KV of running requests. Invariants: a request is
+exactly one of waiting, running and hung; only running requests hold KV; preempted requests wait before new ones.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from agentloop.types import FinishReason, GenerateRequest, Generation
 from agentloop.values.sampled_tokens import SampledTokens
 from agentloop.values.sampling import LogprobsMode
 
-_PREFILL_TOKENS_PER_STEP = 4096  # admission stops there, as a real scheduler's budget does
-_FIRST_ADAPTER_SALT = 1 << 63  # above all weight versions
+_PREFILL_TOKENS_PER_STEP = 4096  # admission stops at this budget, as in a real scheduler
+_FIRST_ADAPTER_SALT = 1 << 63  # larger than all weight versions
 
 
 @dataclass(slots=True, eq=False)
@@ -32,20 +31,20 @@ class LiveRequest:
     max_tokens: int
     done: asyncio.Future[Generation]
     malformation: Malformation | None
-    has_progress: asyncio.Event | None  # set for a streamed request whenever there is something to read
+    has_progress: asyncio.Event | None  # set when a streamed request has new tokens
     sequence: KVSequence
     sampled: SampledTokens
     has_run: bool = False
     cached_tokens: int = 0
-    first_token_at: float | None = None  # by the loop's time
-    adapter: HeldAdapter | None = None  # that it pins
+    first_token_at: float | None = None  # time of the event loop
+    adapter: HeldAdapter | None = None  # the adapter version that the request uses
 
     def weight_version(self, served: int) -> int:
-        """Return the version that it runs under: the adapter's, else the `served` one."""
+        """Return the version under which the request runs: the adapter's, else `served`."""
         return served if self.adapter is None else self.adapter.adapter.version
 
     def sample(self, version: int) -> FinishReason | None:
-        """Append one sampled token. Returns how the request ended, if it did."""
+        """Append one sampled token. Returns the finish reason if the request has ended."""
         sampling, state, sampled = self.request.sampling, self.sequence.state, self.sampled
         if sampling.score_from is not None:
             self._score(sampling.score_from, version)
@@ -70,7 +69,7 @@ class LiveRequest:
         return FinishReason.LENGTH if num_tokens >= self.max_tokens else None
 
     def _score(self, start: int, version: int) -> None:
-        """Append the prompt's own tokens from `start` on, all read under `version`, whatever KV there is."""
+        """Append the prompt's own tokens from `start`, with logprobs computed under `version` without cached KV."""
         ids, stream, num_tops = self.request.token_ids, self.stream, self.request.sampling.num_top_logprobs
         state = stream.advance(0, ids[:start], version)
         for token_id in ids[start:]:
@@ -83,20 +82,20 @@ class Scheduler:
     """The requests of one engine."""
 
     def __init__(self, kv: KVCache, max_running: int, kv_version: Callable[[int | None, int], int]) -> None:
-        """`kv_version` is the lifecycle's: whose KV a request uses, by the version asked for and the served one."""
+        """`kv_version` is `EngineLifecycle.kv_version`: maps a requested and the served version to a KV version."""
         self.num_sampled_tokens = 0
         self.num_preemptions = 0
         self._kv = kv
         self._max_running = max_running
         self._live: dict[str, LiveRequest] = {}
-        self._waiting: deque[LiveRequest] = deque()  # bounded by the callers that wait, one each
+        self._waiting: deque[LiveRequest] = deque()  # bounded by the number of callers, which wait for one each
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._kv_version = kv_version
         self._num_prefill_tokens = 0
 
     @property
     def num_running(self) -> int:
-        """Requests that are not waiting; hung ones look like this from outside."""
+        """Requests that are not waiting, including hung ones."""
         return len(self._live) - len(self._waiting)
 
     @property
@@ -105,16 +104,16 @@ class Scheduler:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of the prompts that have no sampled token yet."""
+        """Prompt tokens of the requests without a sampled token."""
         return self._num_prefill_tokens
 
     @property
     def has_begun(self) -> bool:
-        """True while a request that began has not ended."""
+        """True while a request that has run has not ended."""
         return self.num_running > 0 or (bool(self._waiting) and self._waiting[0].has_run)
 
     def can_step(self, *, only_begun: bool) -> bool:
-        """Return True if a step would do something; `only_begun`: requests that never ran may not start."""
+        """Return True if a step has work. With `only_begun`, requests that have not run are not started."""
         return bool(self._running) or (bool(self._waiting) and (not only_begun or self._waiting[0].has_run))
 
     def find(self, request_id: str) -> LiveRequest | None:
@@ -125,18 +124,20 @@ class Scheduler:
         return tuple(self._live.values())
 
     def submit(self, live: LiveRequest, *, is_hung: bool) -> None:
-        """Queue a request under an id that is not in use. A hung one is never queued."""
+        """Queue a request with an unused id. A hung request is registered but not queued."""
         self._live[live.request.request_id] = live
         self._num_prefill_tokens += len(live.request.token_ids)
         if not is_hung:
             rank = live.request.sampling.priority
             later = (
-                i for i, one in enumerate(self._waiting) if not one.has_run and one.request.sampling.priority > rank
+                position
+                for position, other in enumerate(self._waiting)
+                if not other.has_run and other.request.sampling.priority > rank
             )
             self._waiting.insert(next(later, len(self._waiting)), live)
 
     def remove(self, live: LiveRequest) -> None:
-        """Take a request out, wherever it is. Idempotent."""
+        """Remove a request in any state. Idempotent."""
         request_id = live.request.request_id
         if self._live.get(request_id) is not live:
             return
@@ -148,13 +149,13 @@ class Scheduler:
         self._kv.release(live.sequence)
 
     def drop_kv(self) -> None:
-        """Drop the KV of everything: running requests wait to be prefilled again, the prefix cache is empty."""
+        """Preempt all running requests, which are prefilled again later, and clear the prefix cache."""
         for live in reversed(tuple(self._running.values())):
             self._preempt(live)
         self._kv.clear()
 
     def admit(self, version: int, *, only_begun: bool, max_admitted: int) -> int:
-        """Move waiting requests to running, with KV of all their ids. Returns how many tokens were computed."""
+        """Admit waiting requests, with KV of all their ids. Returns the number of prefilled (uncached) tokens."""
         num_prefilled = 0
         max_running = min(self._max_running, len(self._running) + max_admitted)
         while self._waiting and len(self._running) < max_running:
@@ -172,7 +173,7 @@ class Scheduler:
         return num_prefilled
 
     def _acquire(self, live: LiveRequest, ids: tuple[int, ...], version: int) -> int | None:
-        # A preempted request comes back under today's version: KV is named after the weights that made it.
+        # A preempted request is prefilled under the current version, so its KV version may change.
         if live.adapter is None:
             salt = self._kv_version(live.request.kv_version, version)
         else:
@@ -186,13 +187,15 @@ class Scheduler:
         return self._kv.admit(live.sequence, ids, read)
 
     def decoding_tokens(self) -> tuple[int, int]:
-        """Count the requests that decode in the next step (without those just prefilled), and their KV tokens."""
+        """Return the number of requests that decode in the next step, and of their KV tokens."""
         lengths = [live.sequence.num_tokens for live in self._running.values() if live.sampled.token_ids]
         return len(lengths), sum(lengths)
 
     def step(self, version: int, max_burst: int) -> list[tuple[LiveRequest, FinishReason]]:
-        """Sample one token for every running request; or, with `max_burst` > 1, up to that many tokens in all,
-        request by request. Returns those that ended, already removed."""
+        """Sample one token per running request; with `max_burst` > 1, up to that many tokens in total.
+
+        Returns the requests that ended, which are already removed.
+        """
         ended = []
         budget = max_burst
         for live in tuple(self._running.values()):
@@ -208,9 +211,9 @@ class Scheduler:
         return ended
 
     def _sample(self, live: LiveRequest, version: int, max_tokens: int) -> tuple[FinishReason | None, int]:
-        """Give one request up to `max_tokens` tokens. Returns how it ended, if it did, and how many it got."""
+        """Sample up to `max_tokens` tokens. Returns the finish reason or None, and the number of tokens."""
         if live.request.request_id not in self._running:
-            return None, 0  # it gave way to one that came earlier in this step
+            return None, 0  # preempted earlier in this step
         prompt_len, sequence = len(live.request.token_ids), live.sequence
         for num_sampled in range(max_tokens):
             if sequence.num_tokens < prompt_len + len(live.sampled.token_ids) and not self._grow(live, version):
@@ -223,7 +226,7 @@ class Scheduler:
         return None, max_tokens
 
     def _grow(self, live: LiveRequest, version: int) -> bool:
-        """Compute the KV of the last sampled token. False if the request itself had to give way."""
+        """Compute the KV of the last sampled token. Returns False if the request itself was preempted."""
         last = live.sampled.token_ids[-1]
         state = live.stream.advance(live.sequence.state, (last,), version)
         while not self._kv.append(live.sequence, last, state):

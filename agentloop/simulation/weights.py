@@ -1,7 +1,7 @@
-"""The weight updates of a simulated engine: staged, committed, offered.
+"""Weight updates of a simulated engine: stage, commit, and transfer to peers.
 
-Directories and adapters are read for their digest; pushed weights come from a `WeightSource`, which a test or a
-simulation provides.
+Directories and adapters are read for their digest. Pushed weights are received by a `WeightSource`, which a test or
+a simulation provides.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from agentloop.errors import (
 from agentloop.simulation.policy import Faults
 
 ReadFolder: TypeAlias = Callable[[str], Awaitable[FolderContents]]
-"""A function that reads a folder and checks it. Raises CheckpointUnreadable."""
+"""A function that reads and validates a folder. Raises CheckpointUnreadable."""
 
 
 class WeightSource(TrainerFollower, Protocol):
-    """The way one simulated engine gets pushed weights, and gives its own."""
+    """Receives pushed weights for one simulated engine, and sends the engine's weights to peers."""
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        """Receive them; with HeldIn.NOWHERE they come in `transfer`. Raises CheckpointUnreadable."""
+        """Receive the weights; with HeldIn.NOWHERE, `transfer` receives them. Raises CheckpointUnreadable."""
 
     async def transfer(self, update: WeightUpdate) -> float:
-        """One phase: receive them now. Returns the milliseconds it took; any error fails the commit."""
+        """Receive the weights of a blocking update. Returns the milliseconds; any error fails the commit."""
 
     async def offer(self, version: int) -> PushSource | None:
-        """Offer the weights of `version`, which the engine serves."""
+        """Return a peer source of the weights of the served `version`."""
 
 
 class NoPushes:
-    """A WeightSource for an engine that takes weights from directories only."""
+    """A WeightSource for an engine that accepts weights only from directories."""
 
     async def follow_trainer(self, order: TrainerOrder) -> None:
-        raise InvalidRequest("a simulated engine takes weights from a directory")
+        raise InvalidRequest("this simulated engine accepts weights only from a directory")
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        raise InvalidRequest("a simulated engine takes weights from a directory", param="push")
+        raise InvalidRequest("this simulated engine accepts weights only from a directory", param="push")
 
     async def transfer(self, update: WeightUpdate) -> float:
-        raise InvalidRequest("a simulated engine takes weights from a directory", param="push")
+        raise InvalidRequest("this simulated engine accepts weights only from a directory", param="push")
 
     async def offer(self, version: int) -> PushSource | None:
         return None
 
 
 class SimulatedWeights:
-    """The update that one engine has staged, and how it is committed."""
+    """Stages and commits the weight updates of one engine."""
 
     def __init__(
         self, clock: Clock, faults: Faults, source: WeightSource, read_folder: ReadFolder = read_files
@@ -75,7 +75,7 @@ class SimulatedWeights:
         self._source = source
         self._read_folder = read_folder
         self._folders = FolderDigests()
-        self.digest = ""  # of the weights that were committed last
+        self.digest = ""  # digest of the weights committed last
         self._staged: tuple[WeightUpdate, StageReport] | None = None
         self._num_stages = 0
 
@@ -86,44 +86,44 @@ class SimulatedWeights:
 
     @property
     def is_forced(self) -> bool:
-        """True if what is staged is not looked at."""
+        """True if the staged update skips the canary check."""
         return self._staged is not None and self._staged[0].is_forced
 
     async def start(self, model: str) -> None:
-        """Read the folder of the initial weights, whose form is the model's own."""
+        """Read the folder of the initial weights."""
         self.digest = (await read_files(model)).digest
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        """As the port says. Raises Conflict if another stage began meanwhile."""
+        """See `EngineControl.stage`. Raises Conflict if another `stage` call began in between."""
         if update.is_probe:
             return await self._read(update)
         self._num_stages += 1
         number, self._staged = self._num_stages, None
         if self._faults.num_failed_stages:
             self._faults.num_failed_stages -= 1
-            raise CheckpointUnreadable("injected: the weights do not fit the model", param="directory")
+            raise CheckpointUnreadable("injected fault: the weights do not match the model", param="directory")
         report = await self._read(update)
         if number != self._num_stages:
-            raise Conflict(f"another stage began before that of version {update.version} had ended")
+            raise Conflict(f"another update was staged while version {update.version} was being staged")
         self._staged = (update, report)
         return report
 
     async def commit(self) -> CommitReport:
-        """Swap in what is staged. Raises WeightUpdateFailed, and then the weights are of unknown state."""
+        """Swap in the staged weights. After a WeightUpdateFailed the state of the weights is unknown."""
         if self._staged is None:
-            raise InvariantBroken("nothing is staged")
+            raise InvariantBroken("commit without a staged update")
         (update, staged), self._staged = self._staged, None
         if self._faults.commit_delay_s:
             await self._clock.sleep(self._faults.commit_delay_s)
         if self._faults.num_failed_commits:
             self._faults.num_failed_commits -= 1
-            raise WeightUpdateFailed(f"injected: version {update.version} could not be loaded")
+            raise WeightUpdateFailed(f"injected fault: version {update.version} could not be loaded")
         transfer_ms = await self._transfer(update) if staged.held_in is HeldIn.NOWHERE else 0.0
         self.digest = staged.digest
         return CommitReport(self._faults.commit_delay_s * 1000.0, num_verified=1, transfer_ms=transfer_ms)
 
     def release(self) -> None:
-        """Drop what is staged, and what is being staged."""
+        """Drop the staged update, and any update that is being staged."""
         self._staged, self._num_stages = None, self._num_stages + 1
 
     async def _read(self, update: WeightUpdate) -> StageReport:
@@ -137,15 +137,15 @@ class SimulatedWeights:
         return StageReport(HeldIn.FILES, transport, contents.num_bytes, digest=contents.digest)
 
     async def contents(self, directory: str, *, is_known_enough: bool = False) -> FolderContents:
-        """Read a folder; with `is_known_enough` only if its files are not those that were read last."""
-        known = self._folders.get(directory) if is_known_enough else None
-        if known is None:
-            known = await self._read_folder(directory)
-            self._folders.add(directory, known)
-        return known
+        """Read a folder. With `is_known_enough`, use the cached contents if the files are unchanged."""
+        contents = self._folders.get(directory) if is_known_enough else None
+        if contents is None:
+            contents = await self._read_folder(directory)
+            self._folders.add(directory, contents)
+        return contents
 
     async def _transfer(self, update: WeightUpdate) -> float:
         try:
             return await self._source.transfer(update)
         except AgentLoopError as error:
-            raise WeightUpdateFailed(f"version {update.version} did not arrive: {error.message}") from error
+            raise WeightUpdateFailed(f"the transfer of version {update.version} failed: {error.message}") from error

@@ -1,1 +1,1 @@
-"""Durable stores on SQLite: the trajectories of a run, and what is read from them."""
+"""Durable storage of a run: its trajectories in SQLite or another database, and summaries and exports of them."""

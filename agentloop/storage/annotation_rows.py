@@ -1,4 +1,4 @@
-"""The annotations of a store's records (`api.annotations`). They go with their record."""
+"""Database rows of record annotations (`api.annotations`). They are deleted with their record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentloop.types import IntArray
 from agentloop.values import codec
 
 MAX_OF_RECORD = 64
-"""Annotations of one record, earlier ones of a name too."""
+"""Maximum number of annotations per record, including earlier annotations with the same name."""
 
 ANNOTATION_TABLES = """
 CREATE TABLE IF NOT EXISTS annotations (
@@ -48,42 +48,44 @@ class _Path:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The part of an encoded `Trajectory` that annotations are checked against."""
+    """The part of an encoded `Trajectory` that annotations are validated against."""
 
     paths: tuple[_Path, ...]
 
 
 def located(db: Database, rollout_id: str, given: Sequence[SampleAnnotation]) -> list[Row]:
-    """Return the rows of annotations that fit their records. Raises NotFound and InvalidRequest."""
-    found = []
-    for one in given:
-        place = (rollout_id, one.group_id, one.sample_index)
-        shown = "/".join(map(str, place[1:]))
-        row = db.execute(_FIND, place).fetchone()
+    """Validate annotations against their records and return their rows. Raises NotFound and InvalidRequest."""
+    rows = []
+    for sample in given:
+        key = (rollout_id, sample.group_id, sample.sample_index)
+        shown = "/".join(map(str, key[1:]))
+        row = db.execute(_FIND, key).fetchone()
         if row is None:
-            raise NotFound(f"no record {shown}: it was deleted or never stored", param="annotations")
+            raise NotFound(f"unknown record {shown}: it was deleted or never stored", param="annotations")
         seq, value = row
         paths = codec.decode(value, _Record).paths
-        if objection := one.annotation.objection([len(path.response_ids) for path in paths]):
+        if objection := sample.annotation.objection([len(path.response_ids) for path in paths]):
             raise InvalidRequest(f"record {shown}: {objection}", param="annotations")
-        found.append((one.name, codec.encode(one.annotation), seq))
-    return found
+        rows.append((sample.name, codec.encode(sample.annotation), seq))
+    return rows
 
 
 def add(db: Database, rows: Sequence[Row]) -> None:
-    """Add rows, without those of records that were deleted meanwhile. Raises Conflict, and then adds none, if a
-    record would have more than `MAX_OF_RECORD`."""
+    """Add rows, except for records that have been deleted.
+
+    Raises Conflict, without adding any row, if a record would have more than `MAX_OF_RECORD` annotations.
+    """
     for seq, num_new in Counter(row[2] for row in rows).items():
         record = db.execute(_COUNT, (seq,)).fetchone()
         if record is not None and record[0] + num_new > MAX_OF_RECORD:
             raise Conflict(
-                f"record {record[1]}/{record[2]} has {record[0]} annotations: {num_new} more are beyond the bound"
-                f" of {MAX_OF_RECORD}",
+                f"record {record[1]}/{record[2]} has {record[0]} annotations: {num_new} more exceed the limit of"
+                f" {MAX_OF_RECORD}",
                 param="annotations",
             )
     db.executemany(_ADD, rows)
 
 
 def newest(db: Database, seq: int) -> dict[str, RecordAnnotation]:
-    """Return the newest annotation of each name of a record."""
+    """Return the newest annotation of a record for each annotation name."""
     return {name: codec.decode(value, RecordAnnotation) for name, value in db.execute(_NEWEST, (seq,))}

@@ -1,7 +1,7 @@
-"""Append logs: small appends to a file that a process which dies leaves behind.
+"""Append-only log files that survive the death of their process.
 
-A file is a list of frames: length, CRC-32, body. What was appended survives a killed process, not a power cut:
-nothing is synced. A damaged frame is passed over, and what follows it is found again by its checksum.
+A file is a sequence of frames: length, CRC-32, body. Appended frames survive a killed process, but not a power
+failure, because there is no fsync. Readers skip a damaged frame and find the next frame by its checksum.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ _HEAD = struct.Struct("<II")
 
 
 def frame(body: bytes) -> bytes:
-    """Return the frame of a body, which is not empty."""
+    """Return the frame of a non-empty body."""
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
 def open_log(path: Path, *, is_new: bool) -> int:
-    """Open a log to append to it; returns its descriptor. Raises OSError: a new one exists, an old one does not."""
+    """Open a log for appending and return its file descriptor.
+
+    Raises OSError if a new log already exists or an old one is missing.
+    """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
     return os.open(path, flags | os.O_CREAT | os.O_EXCL if is_new else flags, 0o600)
 
 
 def append(fd: int, frames: bytes) -> None:
-    """Append frames, all or none. Raises OSError."""
+    """Append all of the frames, or none. Raises OSError."""
     num_written = os.write(fd, frames)
     if num_written != len(frames):
         os.ftruncate(fd, os.fstat(fd).st_size - num_written)
@@ -36,9 +39,9 @@ def append(fd: int, frames: bytes) -> None:
 
 
 def read_frames(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the sound frames of a file: offset, end, body.
+    """Yield the valid frames of a file as (offset, end, body).
 
-    A gap before a frame, or bytes behind the last one, are damage or a frame that was cut off.
+    A gap between frames, or bytes after the last one, are damaged or truncated frames.
     """
     start = 0
     while len(data) >= (at := start + _HEAD.size):

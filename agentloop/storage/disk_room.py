@@ -1,10 +1,8 @@
-"""Room on the disk: how a full one is recognised, and the watermark below which nothing new is accepted.
+"""Disk space: detection of a full disk, a watermark for new work, and a reserve for small writes.
 
-What is under way may use what is left below the watermark: records of work that was accepted, and turns of sessions
-that exist.
-
-A store keeps a reserve beside it, and gives it up when the disk is full: for its owner's epoch and orders, for
-cancels, and for what trainers acknowledge. Records and new work wait until there is room for the reserve again.
+Below the watermark no new work is accepted; accepted work and existing sessions may use the remaining space. A
+store keeps a reserve file and deletes it when the disk is full, to have space for the owner's epoch, cancellations,
+acknowledgments and deletions. Records and new work are refused until the reserve can be allocated again.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from agentloop.errors import StorageFull
 
 _LOOK_EVERY_S = 1.0
 _RESERVE_BYTES = 1 << 20
-_RESERVE_SHARE = 16  # of the disk at most: a small one has a smaller reserve
+_RESERVE_SHARE = 16  # the reserve is at most 1/16 of the disk
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 _FULL_CODES = frozenset(
     {
@@ -36,16 +34,16 @@ _FULL_CODES = frozenset(
     }
 )
 
-_SERVER_FULL = "53100"  # PostgreSQL's code
+_SERVER_FULL = "53100"  # PostgreSQL's SQLSTATE disk_full
 
 PRIMARY_CODE = 0xFF
-"""The bits of an extended result code of SQLite that name its kind."""
+"""The mask of the primary result code in SQLite's extended result codes."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 def is_full(error: Exception) -> bool:
-    """Tell if an error means that the disk cannot be written: it is full, over its quota, or read-only."""
+    """Return True if the error means that the disk is full, over its quota, or read-only."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", 0)
         return code in _FULL_CODES or code & PRIMARY_CODE == sqlite3.SQLITE_READONLY
@@ -55,7 +53,7 @@ def is_full(error: Exception) -> bool:
 
 
 class DiskRoom:
-    """The free bytes of a folder's disk against a watermark. The disk is asked at most once a second."""
+    """Compares the free space of a folder's disk with a watermark. Queries the disk at most once per second."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class DiskRoom:
         free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """0: no watermark, and nothing is asked for."""
+        """With a `min_free_bytes` of 0 there is no watermark."""
         self._folder = folder
         self._min_free_bytes = min_free_bytes
         self._free_bytes = free_bytes
@@ -74,7 +72,7 @@ class DiskRoom:
         self._was_low = False
 
     def check(self) -> None:
-        """Raises StorageFull below the watermark."""
+        """Raise StorageFull if the free space is below the watermark."""
         if self._min_free_bytes == 0:
             return
         now = self._now()
@@ -90,22 +88,22 @@ class DiskRoom:
             )
         if is_low:
             raise StorageFull(
-                f"{self._free >> 20} MiB are free on the run's disk, and new work needs"
-                f" {self._min_free_bytes >> 20} MiB: make room, or acknowledge what was read"
+                f"{self._free >> 20} MiB are free on the run's disk, but new work requires"
+                f" {self._min_free_bytes >> 20} MiB: free disk space, or acknowledge the records that were read"
             )
 
 
 class Reserve:
-    """A file that reserves room on the disk for records."""
+    """A file that reserves disk space for small writes."""
 
     def __init__(self, path: Path) -> None:
-        """Take the room if there is any; an earlier owner's file is kept."""
+        """Allocate the reserve if the disk has space; the file of an earlier owner is reused."""
         self._path = path
         self._is_held = path.is_file()
         self.take_back()
 
     def take_back(self) -> bool:
-        """Hold the room again if the disk has twice as much. False: it has not."""
+        """Allocate the reserve if the disk has twice its size. Returns False if the reserve is not allocated."""
         if not self._is_held:
             try:
                 num_bytes = min(_RESERVE_BYTES, shutil.disk_usage(self._path.parent).total // _RESERVE_SHARE)
@@ -118,7 +116,7 @@ class Reserve:
         return self._is_held
 
     def give_up(self) -> bool:
-        """Free the room for the next write. False: it was not held."""
+        """Delete the reserve file, so that the next write has space. Returns False if it was not allocated."""
         was_held, self._is_held = self._is_held, False
         with suppress(OSError):
             self._path.unlink()

@@ -1,4 +1,4 @@
-"""Exports of a run: the request that every format of `agentloop export` takes."""
+"""The request that every export format of `agentloop export` receives."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ from agentloop.storage.trajectory_store import folder_of
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """An export of a run's records: of one rollout, or of all if `rollout_id` is None.
-
-    `out` is a file or folder; None is the format's own name in the run directory. With `mask_constrained` the mask
-    leaves out tokens that a grammar, a bias or `min_tokens` shaped. `endpoint` is the server of formats that are
-    sent, and `content` adds messages to formats that leave them out.
-    """
+    """A request to export a run's records."""
 
     store: Path | Home
-    out: Path | None = None
-    rollout_id: str | None = None
-    mask_constrained: bool = False
-    endpoint: str = ""
-    content: bool = False
+    out: Path | None = None  # file or folder; None: the format's default name in the run directory
+    rollout_id: str | None = None  # None: all rollouts
+    mask_constrained: bool = False  # exclude tokens constrained by a grammar, a bias or `min_tokens` from the mask
+    endpoint: str = ""  # the server, for formats that are sent
+    content: bool = False  # include messages in formats that omit them by default
 
     def target(self, ending: str) -> Path:
         """Return the file or folder to write."""
@@ -33,4 +28,4 @@ class ExportRequest:
 
 
 Exporter: TypeAlias = Callable[[ExportRequest], str]
-"""Writes or sends an export, and returns one line that describes it. Raises AgentLoopError."""
+"""Writes or sends an export and returns a one-line description of it. Raises AgentLoopError."""

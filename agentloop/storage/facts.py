@@ -1,7 +1,8 @@
-"""The facts of a store's records (`api.facts`): written with each record, listed by index, totals kept.
+"""Database rows with the facts of records (`api.facts`), for listings, searches and totals.
 
-A fact goes into `fresh_facts`, which has no index, in its record's transaction; `MAX_FRESH` of them go on together
-to `facts`, which has. So a commit pays for no index page, and a listing looks at one indexed table and a small one.
+A record's transaction adds its facts to `fresh_facts`, which has no index; after `MAX_FRESH` rows they move
+together to `facts`, which has indexes. Commits therefore write no index pages, and listings read one indexed and
+one small table.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Database
 
 MAX_FRESH = 4096
-_Integer = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # of the database
+_Integer = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # the database's integers
 
-_MAX_SEARCHED = 5_000  # indexed rows that one page of a search, and the histograms, look at
+_MAX_SEARCHED = 5_000  # indexed rows read for one page of a search, and for the histograms
 _COUNTED = ("reward", "total_s", "num_sampled_tokens")
 _NUM_BUCKETS = 20
 
@@ -45,7 +46,7 @@ CREATE TABLE IF NOT EXISTS totals_by_owner (
     num_rewarded INTEGER NOT NULL, reward REAL NOT NULL, total_s REAL NOT NULL, num_sampled_tokens INTEGER NOT NULL,
     PRIMARY KEY (owner, stop_reason, failure, newest_version));
 """
-_OWNER_PREFIX = "substr(rollout_id, 1, instr(rollout_id, '~'))"  # with the mark behind it, as `own_id` begins
+_OWNER_PREFIX = "substr(rollout_id, 1, instr(rollout_id, '~'))"  # the prefix that `own_id` adds, including '~'
 _FRESH_TOTALS = f"""
 SELECT {_OWNER_PREFIX} AS owner, stop_reason, COALESCE(failure, '') AS f, COALESCE(newest_version, -1) AS v,
     COUNT(*), COUNT(reward), COALESCE(SUM(reward), 0.0), SUM(total_s), CAST(SUM(num_sampled_tokens) AS INTEGER)
@@ -70,45 +71,50 @@ _ORDERS = {
 
 
 def row_of(record: EncodedRecord) -> Values:
-    """Return a record's row, but for its number."""
-    place = (record.rollout_id, record.group_id, record.sample_index, record.attempt, record.stop_reason.value)
+    """Return a record's row without its `seq`."""
+    identity = (record.rollout_id, record.group_id, record.sample_index, record.attempt, record.stop_reason.value)
     versions = (record.oldest_version, record.newest_version, record.staleness)
-    return (*place, int(record.is_complete), *versions, *record.facts)
+    return (*identity, int(record.is_complete), *versions, *record.facts)
 
 
 def add(db: Database, records: Sequence[EncodedRecord]) -> int:
-    """Add the facts of records that were just stored. Returns how many. A repeat, a second record of a sample and a
-    deleted record add none."""
-    rows = [(*row_of(one), one.rollout_id, one.group_id, one.sample_index, one.digest) for one in records]
+    """Add the facts of records that were just stored, and return the number of new rows.
+
+    A repeated record, a second record of a sample and a deleted record add no row.
+    """
+    rows = [
+        (*row_of(record), record.rollout_id, record.group_id, record.sample_index, record.digest)
+        for record in records
+    ]
     return max(db.executemany(_ADD, rows).rowcount, 0)
 
 
 def roll_up(db: Database) -> None:
-    """Move the fresh facts to the indexed ones, and count them."""
+    """Move the rows of `fresh_facts` to `facts` and add them to the totals."""
     db.execute(_ADD_TOTALS)
     db.execute("INSERT INTO facts SELECT * FROM fresh_facts ORDER BY seq")
     db.execute("DELETE FROM fresh_facts")
 
 
 def forget(db: Database, seqs: Iterable[int]) -> None:
-    """Delete the facts and annotations of records that are deleted. Their totals stay."""
+    """Delete the facts and annotations of deleted records. The totals keep counting these records."""
     rows = [(seq,) for seq in seqs]
     for table in ("facts", "fresh_facts", "annotations"):
         db.executemany(f"DELETE FROM {table} WHERE seq = ?", rows)
 
 
 def of_users(user_names: Sequence[str] | None, owner: str = _OWNER_PREFIX) -> tuple[str, list[str]]:
-    """Return the condition, with its values, that a row's rollout is of a user with these names; None: of any."""
+    """Return the SQL condition, with its values, that a rollout belongs to one of these names; None allows all."""
     if user_names is None:
         return "1 = 1", []
     return f"{owner} IN ({', '.join('?' * len(user_names))})", [own_id(name, "") for name in user_names]
 
 
 def page(db: Database, query: FactsQuery, user_names: Sequence[str] | None = None) -> FactsPage:
-    """Return a page of a listing: of a user's records by its names, or of all. Raises InvalidRequest."""
+    """Return a page of a listing of the records of a user (`user_names`), or of all. Raises InvalidRequest."""
     column, way, beyond = _ORDERS[query.order]
     if query.text and query.order is not ListOrder.NEWEST:
-        raise InvalidRequest("a search for text lists the newest first", param="order")
+        raise InvalidRequest("a text search supports only the order 'newest'", param="order")
     is_owned, owners = of_users(user_names)
     wheres, values = ["seq > ?", is_owned], list[str | int | float]([0, *owners])
     if query.failed:
@@ -119,9 +125,9 @@ def page(db: Database, query: FactsQuery, user_names: Sequence[str] | None = Non
         wheres.append("task_id = ?")
         values.append(query.task)
     if query.group:
-        in_group, places = _in_group(query.group, user_names)
+        in_group, ids = _in_group(query.group, user_names)
         wheres.append(in_group)
-        values += places
+        values += ids
     if query.cursor:
         wheres.append(f"({column}, seq) {beyond} (?, ?)")
         values += _read_cursor(query.cursor)
@@ -151,32 +157,32 @@ def page(db: Database, query: FactsQuery, user_names: Sequence[str] | None = Non
 
 
 def _filters(query: FactsQuery) -> tuple[list[str], list[str | int | float]]:
-    """Return the conditions that no index answers, with their values: ranges, and a search for text."""
+    """Return the conditions that no index supports (ranges and text search), with their values."""
     ranges = {
         "reward >= ?": query.min_reward,
         "reward < ?": query.max_reward,
         "total_s >= ?": query.min_s,
         "total_s < ?": query.max_s,
     }
-    given: dict[str, str | int | float] = {where: end for where, end in ranges.items() if end is not None}
+    conditions: dict[str, str | int | float] = {where: end for where, end in ranges.items() if end is not None}
     if query.text:
         escaped = query.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        given["LOWER(task || ' ' || answer) LIKE LOWER(?) ESCAPE '\\'"] = f"%{escaped}%"
-    return list(given), list(given.values())
+        conditions["LOWER(task || ' ' || answer) LIKE LOWER(?) ESCAPE '\\'"] = f"%{escaped}%"
+    return list(conditions), list(conditions.values())
 
 
 def _newest_left_out(db: Database, wheres: Sequence[str], values: Sequence[str | int | float]) -> int:
-    """Return the number of the newest indexed record that a search does not look at; 0: it looks at all."""
+    """Return the `seq` of the newest indexed record beyond the search limit; 0 if the search covers all records."""
     statement = f"SELECT seq FROM facts WHERE {' AND '.join(wheres)} ORDER BY seq DESC LIMIT 1 OFFSET ?"
-    found = db.execute(statement, (*values, _MAX_SEARCHED)).fetchone()
-    return found[0] if found else 0
+    row = db.execute(statement, (*values, _MAX_SEARCHED)).fetchone()
+    return row[0] if row else 0
 
 
 def _in_group(group: str, user_names: Sequence[str] | None) -> tuple[str, list[str]]:
     rollout_id, _, group_id = group.partition("/")
     ids = [rollout_id] if user_names is None else [own_id(name, rollout_id) for name in user_names]
-    place = f"rollout_id IN ({', '.join('?' * len(ids))}) AND group_id = ?"
-    return f"seq IN (SELECT seq FROM trajectories WHERE {place})", [*ids, group_id]
+    condition = f"rollout_id IN ({', '.join('?' * len(ids))}) AND group_id = ?"
+    return f"seq IN (SELECT seq FROM trajectories WHERE {condition})", [*ids, group_id]
 
 
 def _read_row(row: tuple[Any, ...]) -> RecordFacts:
@@ -187,7 +193,9 @@ def _read_cursor(cursor: str) -> tuple[int | float, int]:
     try:
         return msgspec.json.decode(cursor, type=tuple[_Integer | float, _Integer])
     except msgspec.DecodeError as error:
-        raise InvalidRequest("a cursor is what the page before said", param="cursor") from error
+        raise InvalidRequest(
+            f"invalid cursor {cursor[:64]!r}: send the `cursor` of the previous page", param="cursor"
+        ) from error
 
 
 def _histograms(db: Database, where: str, values: Sequence[Any]) -> dict[str, Histogram]:
@@ -199,18 +207,20 @@ def _histograms(db: Database, where: str, values: Sequence[Any]) -> dict[str, Hi
 def _histogram(column: Iterable[float | None]) -> Histogram:
     values = [value for value in column if value is not None]
     low, high = min(values, default=0.0), max(values, default=0.0)
-    if high - low < 1e-9 * max(abs(low), abs(high), 1.0):  # too near for buckets
+    if high - low < 1e-9 * max(abs(low), abs(high), 1.0):  # the range is too small for distinct bucket edges
         low, high = low - 0.5, high + 0.5
     counts, edges = np.histogram(values, _NUM_BUCKETS, (low, high))
-    edges[-1] = np.nextafter(edges[-1], np.inf)  # the largest value is below it
+    edges[-1] = np.nextafter(edges[-1], np.inf)  # ranges exclude their end: include the largest value
     return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
 
 
 def _totals(db: Database, user_names: Sequence[str] | None) -> tuple[FactsTotal, ...]:
     by, sums = "stop_reason, f, v", ", ".join(f"SUM({name})" for name in _SUMS)
-    kept = f"SELECT owner, stop_reason, failure AS f, newest_version AS v, {', '.join(_SUMS)} FROM totals_by_owner"
+    stored = (
+        f"SELECT owner, stop_reason, failure AS f, newest_version AS v, {', '.join(_SUMS)} FROM totals_by_owner"
+    )
     is_owned, owners = of_users(user_names, "owner")
-    parts = f"({kept} UNION ALL {_FRESH_TOTALS}) both_parts WHERE {is_owned}"
+    parts = f"({stored} UNION ALL {_FRESH_TOTALS}) both_parts WHERE {is_owned}"
     rows = db.execute(f"SELECT {by}, {sums} FROM {parts} GROUP BY {by} ORDER BY {by}", owners)
     return tuple(
         FactsTotal(

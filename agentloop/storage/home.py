@@ -1,4 +1,4 @@
-"""The home of a run's stores: SQLite files in its directory, or a database server. What a store asks of either."""
+"""Protocols of a run's storage backend: SQLite files in the run directory, or a database server."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 COORDINATOR_LEASE = "coordinator"
-"""The name of the lease of the one that writes a run's records."""
+"""The name of the lease of the coordinator, which writes a run's records."""
 
 LEASE_S = 10.0
-"""The time for which a silent owner keeps its lease."""
+"""Seconds after which the lease of an owner that does not renew it expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The tables of one kind of store.
+    """The tables of one kind of store."""
 
-    In WAL mode a commit with `synchronous` NORMAL survives a killed process, but the last ones may go with the
-    machine; with FULL each commit waits for the disk: one fsync a batch.
-    """
-
-    kind: str  # "trajectory store": as messages and logs name it
+    kind: str  # the name in messages and logs, such as "trajectory store"
     version: int
     tables: str
+    # SQLite in WAL mode: with NORMAL, commits survive a killed process, but a power failure may lose the last ones.
+    # With FULL, each commit waits for an fsync.
     synchronous: str
-    page_bytes: int = 4096  # of a new SQLite file
+    page_bytes: int = 4096  # the page size of a new SQLite file
 
 
 class Rows(Protocol):
-    """The outcome of a statement."""
+    """The result of a statement."""
 
     @property
     def rowcount(self) -> int: ...
@@ -40,9 +38,9 @@ class Rows(Protocol):
 
 
 class Database(Protocol):
-    """A connection to where rows are kept. Transactions are explicit.
+    """A database connection. Transactions are explicit.
 
-    Statements are of the SQL that SQLite and PostgreSQL both have, with `?` for values.
+    Statements use the SQL that SQLite and PostgreSQL have in common, with `?` as the placeholder of values.
     """
 
     @property
@@ -57,77 +55,80 @@ class Database(Protocol):
     def close(self) -> None: ...
 
     def num_bytes(self) -> int:
-        """Return the size of what is kept, without what deleted rows have left."""
+        """Return the size in bytes, excluding the free space left by deleted rows."""
         ...
 
     def shrink(self) -> int:
-        """Give some of what deleted rows have left back to the disk, if it is much. 0: it is not."""
+        """Return some free space of deleted rows to the disk. Returns 0 if there is too little of it."""
         ...
 
 
 class Ownership(Protocol):
-    """The right to write, which one owner has at a time, under a number that every later owner exceeds."""
+    """A lease that grants one owner at a time the right to write. Each owner has a greater epoch than the last."""
 
     def take(self, db: Database, own: int | None, above: int) -> int:
-        """Take it with a number greater than `above`, or get a greater one for `own`. Raises Conflict, naming the
-        owner, while another has it."""
+        """Acquire the lease, or a new epoch for the owner `own`. Returns an epoch greater than `above`.
+
+        Raises Conflict with the owner's name while another owner has the lease.
+        """
         ...
 
     def newest(self, db: Database, own: int) -> int | None:
-        """Return the number of its newest owner. If that is `own`, a transaction that writes renews the lease."""
+        """Return the epoch of the newest owner. If it is `own`, a writing transaction also renews the lease."""
         ...
 
     def release(self, db: Database, own: int) -> None:
-        """Leave it to the next owner at once."""
+        """Release the lease, so that another owner can acquire it immediately."""
         ...
 
     def revoke(self, db: Database) -> None:
-        """Take it from its owner, if it has one: what that writes from now on is refused."""
+        """End the current owner's lease: its later writes are refused."""
         ...
 
 
 class Home(Protocol):
-    """The place of a run's stores beyond its directory, as `postgres.PostgresRun`."""
+    """A storage backend outside the run directory, such as `postgres.PostgresRun`."""
 
     @property
     def folder(self) -> Path:
-        """The run's directory, which has its files."""
+        """The run directory, which holds the run's files."""
         ...
 
     @property
     def failure(self) -> type[Exception]:
-        """The base of the database's own errors."""
+        """The base class of the database driver's errors."""
         ...
 
     def open(self, schema: Schema, *, is_read_only: bool = False) -> Database:
-        """Connect to a store, and make it if it is new. Raises InvalidRequest."""
+        """Connect to a store, and create it if it is new. Raises InvalidRequest."""
         ...
 
     def kept(self) -> dict[str, str]:
-        """Return what the run keeps beside its stores, by name; empty without such a run.
+        """Return the contents of the run that are not in its stores, by name; empty if the run does not exist.
 
-        Raises InvalidRequest, and Conflict while a coordinator has the run.
+        Raises InvalidRequest, and Conflict while a coordinator owns the run.
         """
         ...
 
     def lease(self, name: str) -> Ownership:
-        """Return a lease of this run, not taken."""
+        """Return a lease of this run without acquiring it."""
         ...
 
     def url_elsewhere(self) -> str:
-        """Return a URL of it for other hosts. Raises InvalidRequest."""
+        """Return a URL of the backend for other hosts. Raises InvalidRequest."""
         ...
 
     def is_reachable(self) -> bool:
-        """Tell if the host of the database answers, be it that there is no database."""
+        """Return True if the database's host responds, even if it refuses connections."""
         ...
 
 
 def shown_url(url: str) -> str:
-    """Return the URL of a home without what may be secret: user, password and options."""
+    """Return the URL of a backend without its user, password and options, which may be secret."""
     scheme, _, rest = url.partition("://")
-    place, _, options = rest.partition("?")
-    place = place.rpartition("@")[2]
-    port = place.partition("/")[0].rpartition("]")[2].partition(":")[2]
-    is_odd = rest.count("@") > 1 or "@" in options or (port and not port.isdigit())
-    return f"{scheme}://{'…' if is_odd else place}"  # where a password ends is not sure then
+    location, _, options = rest.partition("?")
+    location = location.rpartition("@")[2]
+    port = location.partition("/")[0].rpartition("]")[2].partition(":")[2]
+    # In a malformed URL the end of the password is ambiguous: hide everything.
+    is_ambiguous = rest.count("@") > 1 or "@" in options or (port and not port.isdigit())
+    return f"{scheme}://{'…' if is_ambiguous else location}"

@@ -1,12 +1,10 @@
-"""Retention: which records of a run are deleted, and when; in batches that no hand-in waits long for.
+"""Retention: deletes records of a run by policy, in batches that delay submitted results only briefly.
 
-A record is emptied first: its row stays, so that it is counted, and never stored or rolled out again. A rollout
-that is done goes as a whole once all its records are empty, and its name stays as deleted. Rollouts of sessions are
-never done: their empty rows stay. Freed pages are used for what is stored next; where they are more than a quarter
-of the file, it shrinks.
-
-Age is measured by marks: the greatest row number at a time, written now and then, so that rows need no time of
-their own. The time is the caller's, which never goes back.
+A record's value is deleted first ("emptied"). Its row stays, so that the record is still counted and never stored
+or rolled out again. When all records of a finished rollout are empty, its rows are deleted and its id is listed as
+deleted. Rollouts of sessions never finish, so their empty rows stay. Free pages are reused; if they exceed a
+quarter of the file, the file shrinks. Age is measured with marks, which store the greatest row number at a time, so
+that rows need no timestamp. The caller provides the time, which must never decrease.
 """
 
 from __future__ import annotations
@@ -25,25 +23,25 @@ CREATE TABLE IF NOT EXISTS deleted_rollouts (rollout_id TEXT PRIMARY KEY) WITHOU
 """
 
 MAX_EMPTIED = 64
-"""Records emptied in one transaction."""
+"""Maximum number of records emptied in one transaction."""
 
 HAS_VALUE = "length(value) > 0"
-"""True of a row of `trajectories` that was not emptied."""
+"""The SQL condition for rows of `trajectories` that are not emptied."""
 
-_PAGE_ROWS = 1000  # looked at in one statement
-_MARKS_PER_AGE = 100  # so much finer than the greatest age are the times told apart
+_PAGE_ROWS = 1000  # rows read by one statement
+_MARKS_PER_AGE = 100  # marks per maximum age: the resolution of ages
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The conditions under which records are deleted; by default nothing is.
+    """The conditions under which records are deleted. By default no record is deleted.
 
-    By age or size the oldest go first, read or not, and only those of rollouts that are done.
+    By age and size, the oldest records of finished rollouts are deleted first, acknowledged or not.
     """
 
-    deletes_acknowledged: bool = False  # what a trainer said that it has
+    deletes_acknowledged: bool = False  # records that a trainer acknowledged
     max_age_s: float | None = None
-    max_bytes: int | None = None  # of the store's file, without its free pages
+    max_bytes: int | None = None  # size of the store without its free pages
 
     @property
     def deletes(self) -> bool:
@@ -53,16 +51,16 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """The rollouts that are not done, and those whose records are needed to count staleness."""
+    """Unfinished rollouts (`live`), and rollouts whose records are needed to compute staleness (`counted`)."""
 
     live: Collection[str] = field(default_factory=frozenset)
     counted: Collection[str] = field(default_factory=frozenset)
 
 
 def acknowledge(db: Database, rollout_id: str, cursor: int) -> None:
-    """Note the cursor up to which a trainer has a rollout's records. An earlier cursor changes nothing.
+    """Store the cursor up to which a trainer has received a rollout's records. An earlier cursor has no effect.
 
-    A cursor beyond the last record counts up to that: a later record was not read.
+    A cursor beyond the last record is reduced to that record: later records have not been read.
     """
     newest = "SELECT COALESCE(MAX(seq), 0) FROM trajectories WHERE rollout_id = ? AND seq <= ?"
     (last,) = db.execute(newest, (rollout_id, cursor)).fetchone()
@@ -74,12 +72,12 @@ def acknowledge(db: Database, rollout_id: str, cursor: int) -> None:
 
 
 def last_mark(db: Database) -> float:
-    """Return the time of the last mark; 0 if there is none."""
+    """Return the time of the last mark, or 0."""
     return float(db.execute("SELECT COALESCE(MAX(at), 0) FROM record_times").fetchone()[0])
 
 
 def trim(db: Database, policy: RetentionPolicy, now: float, unfinished: Unfinished) -> int:
-    """Delete one batch by the policy. Returns the freed rows and pages; 0: nothing is left to delete."""
+    """Delete one batch by policy. Returns the number of emptied rows, else of freed pages; 0 if nothing is left."""
     _mark(db, policy, now)
     rows = list(_rows_to_empty(db, policy, now, unfinished))
     db.executemany("UPDATE trajectories SET value = ? WHERE seq = ?", [(b"", seq) for seq, _ in rows])
@@ -102,11 +100,11 @@ def _mark(db: Database, policy: RetentionPolicy, now: float) -> None:
 def _rows_to_empty(
     db: Database, policy: RetentionPolicy, now: float, unfinished: Unfinished
 ) -> Iterator[tuple[int, str]]:
-    """Yield at most `MAX_EMPTIED` rows and their rollouts."""
+    """Yield the `seq` and rollout id of at most `MAX_EMPTIED` rows."""
     if policy.deletes_acknowledged:
-        found = _acknowledged(db, unfinished)
-        if found:
-            yield from found
+        acknowledged = _acknowledged(db, unfinished)
+        if acknowledged:
+            yield from acknowledged
             return
     old = 0
     if policy.max_age_s is not None:
@@ -148,7 +146,7 @@ def _acknowledged(db: Database, unfinished: Unfinished) -> list[tuple[int, str]]
 
 
 def _delete_if_empty(db: Database, rollout_id: str) -> None:
-    """Delete a submitted rollout that is done, if none of its records is left."""
+    """Delete a submitted, finished rollout if all of its records are empty."""
     is_submitted = db.execute("SELECT 1 FROM groups WHERE rollout_id = ? LIMIT 1", (rollout_id,)).fetchone()
     left = f"SELECT 1 FROM trajectories WHERE rollout_id = ? AND {HAS_VALUE} LIMIT 1"
     if is_submitted is None or db.execute(left, (rollout_id,)).fetchone() is not None:

@@ -1,9 +1,8 @@
-"""SQLite for an event loop: one thread a file, the work that waits as one transaction.
+"""SQLite for an event loop, and a batching writer for any `Database`.
 
-The writer is of any database (`home.py`).
-
-Invariants: no work returns before its transaction is committed; work is done in the order it came; where one piece
-spoils a transaction, each of it gets its own, so a bad piece fails alone.
+The writer runs all pending work as one transaction in its own thread. Invariants: work returns after its
+transaction is committed; work runs in the order of its submission; if a transaction fails, each piece of work is
+retried in its own transaction, so that only the faulty piece fails.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from agentloop.storage.disk_room import PRIMARY_CODE, is_full
 from agentloop.storage.home import Database, Schema
 
 MAX_WAL_BYTES = 64 << 20
-"""Size to which a write-ahead log is cut when it has been copied into its file."""
+"""Size to which a write-ahead log is truncated after a checkpoint."""
 
-_VACUUM_PAGES = 256  # given back to the filesystem in one transaction
-_SLOW_S = 2.0  # of a transaction: status says so from then on
-_CHECKPOINT_BYTES = 4 << 20  # of a write-ahead log, that are copied into its file
+_VACUUM_PAGES = 256  # pages returned to the filesystem in one transaction
+_SLOW_S = 2.0  # seconds after which the status reports a running transaction
+_CHECKPOINT_BYTES = 4 << 20  # size of the write-ahead log that triggers a checkpoint
 
 T = TypeVar("T")
 
@@ -38,11 +37,11 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 Work: TypeAlias = Callable[[Any], T]
-"""Called with a `Database`, in its thread."""
+"""A function that is called with a `Database` in the database's thread."""
 
 
 class SqliteDatabase(sqlite3.Connection):
-    """A `Database` in a file."""
+    """A `Database` in a SQLite file."""
 
     def begin(self, *, writes: bool) -> None:
         self.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
@@ -54,7 +53,7 @@ class SqliteDatabase(sqlite3.Connection):
         num_free = self._pragma("freelist_count")
         if num_free <= _VACUUM_PAGES or 4 * num_free < self._pragma("page_count"):
             return 0
-        for _ in range(_VACUUM_PAGES):  # Python steps such a statement once, which moves one page
+        for _ in range(_VACUUM_PAGES):  # Python executes one step of the statement, which moves one page
             self.execute("PRAGMA incremental_vacuum(1)")
         return num_free - self._pragma("freelist_count")
 
@@ -63,16 +62,16 @@ class SqliteDatabase(sqlite3.Connection):
 
 
 def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> SqliteDatabase:
-    """Open or make a store. Any one thread at a time may use the connection; transactions are explicit.
+    """Open a store's file, or create it. Any thread may use the connection, one at a time.
 
-    Raises InvalidRequest if the file is none of this schema, cannot be opened, or (read-only) does not exist; and
-    StorageFull if it is to be written, and its disk is full or read-only.
+    Raises InvalidRequest if the file does not have this schema, cannot be opened, or (read-only) does not exist.
+    Raises StorageFull if it is opened for writing and its disk is full or read-only.
     """
     if is_read_only and not path.is_file():
-        raise InvalidRequest(f"no {schema.kind} at {path}")
+        raise InvalidRequest(f"there is no {schema.kind} at {path}")
     if not is_read_only:
-        with suppress(OSError):  # SQLite says why it cannot
-            path.touch(mode=0o600)  # as its log and its shared memory then are
+        with suppress(OSError):  # SQLite reports the reason
+            path.touch(mode=0o600)  # SQLite copies the mode to the write-ahead log and the shared memory
     uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
     try:
         db = sqlite3.connect(
@@ -86,13 +85,13 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, schema.version) or (version == 0 and is_read_only):
             raise InvalidRequest(
-                f"{path} has schema version {version}, but this release reads a {schema.kind} of version"
-                f" {schema.version} only: use the release that wrote it"
+                f"{path} has schema version {version}, but this release supports only version {schema.version} of"
+                f" a {schema.kind}: use the release that wrote it"
             )
         if not is_read_only:
             if version == 0:
                 db.execute(f"PRAGMA page_size={schema.page_bytes}")
-                db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # pages can be given back; of a new file only
+                db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # can only be set in a new file; `shrink` needs it
             db.execute("PRAGMA journal_mode=WAL")
             db.execute(f"PRAGMA journal_size_limit={MAX_WAL_BYTES}")
             page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
@@ -111,29 +110,27 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
 
 
 def check_file(path: Path) -> None:
-    """Check the structure of a store's file, also while a process writes it. Reads the whole file.
+    """Check the structure of a store's file. Reads the complete file, and may run while a process writes it.
 
     Raises InvalidRequest if the file is damaged.
     """
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            result = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     except sqlite3.Error as error:
-        found = str(error)
-    if found != "ok":
-        reason = " ".join(found.split())
+        result = str(error)
+    if result != "ok":
+        reason = " ".join(result.split())
         raise InvalidRequest(
             f"{path} is damaged ({reason}): restore a copy of it, or start with a new run directory"
         )
 
 
 def _has_no_room(error: sqlite3.Error, folder: Path) -> bool:
-    """Tell if a file in `folder` could not be opened because nothing can be written there.
-
-    Of a file that it could not make, or extend for shared memory, SQLite does not say why.
-    """
+    """Return True if a file in `folder` could not be opened because the disk is full or read-only."""
     if is_full(error):
         return True
+    # SQLite does not report why it could not create a file or extend its shared memory: try to write a file.
     if getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR):
         return False
     try:
@@ -150,7 +147,7 @@ def _storage_full(name: str) -> StorageFull:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Work that waits for its transaction."""
+    """Pending work."""
 
     work: Work[Any]
     done: asyncio.Future[Any]
@@ -158,9 +155,10 @@ class _Piece:
 
 
 class BatchWriter:
-    """The only user of a connection: all work that waits at a time is one transaction in one thread.
+    """Runs all pending work as one transaction in one thread.
 
-    Ownership: the connection and the executor, until `close`. What waits is as many pieces as there are callers.
+    Owns the connection and the executor until `close`, and is their only user. The number of pending pieces is
+    bounded by the number of callers.
     """
 
     def __init__(
@@ -176,8 +174,8 @@ class BatchWriter:
     ) -> None:
         """`executor` runs one call at a time; a transaction has at most `max_batch` pieces of work.
 
-        Each begins with `guard`, and ends with `finish`: what these raise is the outcome of all of them. With
-        `is_read_only` no work writes, and none waits for another connection's commit.
+        Each transaction begins with `guard` and ends with `finish`; an error of these fails all of its work. With
+        `is_read_only`, transactions only read and do not wait for another connection's commit.
         """
         self._guard, self._finish = guard, finish
         self._is_read_only = is_read_only
@@ -188,14 +186,15 @@ class BatchWriter:
         self._waiting: list[_Piece] = []
         self._is_writing = False
         self._is_closed = False
-        self._is_full = False  # the last that was to be written found no room
-        self._batch_began_at: float | None = None  # of the transaction under way
+        self._is_full = False  # the last write failed because the disk was full
+        self._batch_began_at: float | None = None  # start of the running transaction
         self._away = ""
-        self.on_time: Callable[[float], None] = lambda seconds: None  # told the seconds of each, in the thread
+        # Called in the writer's thread with the duration of each transaction in seconds.
+        self.on_time: Callable[[float], None] = lambda seconds: None
 
     @property
     def away(self) -> str:
-        """Why the database does not answer now; empty: it does, or was not asked."""
+        """The reason why the database is unreachable or slow; empty if the last transaction succeeded."""
         began_at = self._batch_began_at
         waited_s = 0.0 if began_at is None else time.perf_counter() - began_at
         return self._away or (
@@ -203,12 +202,12 @@ class BatchWriter:
         )
 
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
-        """Run `work` in a transaction. Returns its result once it is committed.
+        """Run `work` in a transaction and return its result after the commit.
 
-        `on_committed` is called even if the caller has left. Work that raises an error of ours does so before it
-        writes anything. Raises that error, InvalidRequest for a number that is too large, StorageFull when the disk
-        is full or read-only, the database's own error as it comes when it fails otherwise, and ServiceUnavailable
-        after `close` and while the database is away: nothing was stored then.
+        `on_committed` is called after the commit, even if the caller was cancelled. `work` must raise an
+        AgentLoopError only before its first write. Raises that error, InvalidRequest for a number that is too
+        large, StorageFull if the disk is full or read-only, ServiceUnavailable after `close` and while the database
+        is unreachable, and other database errors unchanged. After an error nothing was stored.
         """
         if self._is_closed:
             raise ServiceUnavailable(f"the {self._kind} is closed")
@@ -218,18 +217,18 @@ class BatchWriter:
         return await done
 
     async def close(self) -> None:
-        """Finish what waits, then let go of the file. Idempotent."""
+        """Finish pending work, then close the connection. Idempotent."""
         while self._is_writing:
-            await self.run(lambda db: None)
+            await self.run(lambda db: None)  # returns after all work that was submitted before it
         if not self._is_closed:
             self._is_closed = True
             await asyncio.get_running_loop().run_in_executor(self._executor, self._db.close)
             self._executor.shutdown()
 
-    # --- the event loop's side ---
+    # Methods that run in the event loop
 
     def _write_waiting(self) -> None:
-        """Give the thread a batch, unless it has one: when that is done, the next one goes."""
+        """Submit the next batch, unless one is running. `_deliver` calls this again after each batch."""
         if self._is_writing or not self._waiting:
             return
         self._is_writing = True
@@ -238,19 +237,19 @@ class BatchWriter:
 
     def _deliver(self, batch: Sequence[_Piece], outcomes: Sequence[Any]) -> None:
         self._is_writing = False
-        self._write_waiting()
+        self._write_waiting()  # first, so that the thread commits the next batch while callers continue
         for piece, outcome in zip(batch, outcomes, strict=True):
             is_committed = not isinstance(outcome, Exception)
             if is_committed and piece.on_committed is not None:
                 piece.on_committed()
             if piece.done.done():
-                continue  # its caller has left
+                continue  # the caller was cancelled
             if is_committed:
                 piece.done.set_result(outcome)
             else:
                 piece.done.set_exception(outcome)
 
-    # --- the thread's side ---
+    # Methods that run in the writer's thread
 
     def _run_batch(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Piece]) -> None:
         self._batch_began_at = began_at = time.perf_counter()
@@ -260,11 +259,11 @@ class BatchWriter:
         loop.call_soon_threadsafe(self._deliver, batch, outcomes)
 
     def _outcomes(self, works: Sequence[Work[Any]], *, is_part: bool = False) -> list[Any]:
-        """Do everything in one transaction, or else each piece in its own; errors are outcomes."""
+        """Run all works in one transaction; if it fails, each in its own. Returns results and exceptions."""
         db = self._db
         try:
             num_changes = db.total_changes
-            # Where nothing can be written, what only reads shall not ask for the right to write.
+            # On a full disk a writing transaction fails even for work that only reads, so begin a reading one.
             db.begin(writes=not (self._is_full or self._is_read_only))
             self._guard(db)
             outcomes = [_outcome(work, db) for work in works]
@@ -277,22 +276,22 @@ class BatchWriter:
             problem = error
             if db.in_transaction:
                 db.rollback()
-            if isinstance(error, ConnectionError):  # of the others too
+            if isinstance(error, ConnectionError):  # a retry of each piece would fail too
                 self._away = str(error)
                 return [ServiceUnavailable(str(error))] * len(works)
             if is_full(error):
                 self._note_room(is_full=True, reason=repr(error))
                 problem = _storage_full(self._kind)
-            elif isinstance(error, OverflowError):  # a caller's number
-                problem = InvalidRequest("an integer of more than 63 bits cannot be stored")
-            elif isinstance(error, UnicodeError):  # a caller's text
-                problem = InvalidRequest(f"a text cannot be stored: {error}")
+            elif isinstance(error, OverflowError):  # caused by a caller's value
+                problem = InvalidRequest("integers of more than 63 bits cannot be stored")
+            elif isinstance(error, UnicodeError):  # caused by a caller's value
+                problem = InvalidRequest(f"the text cannot be stored: {error}")
             elif not isinstance(error, AgentLoopError):
                 _log.error("not_written", store=self._kind, num_pieces=len(works), error=repr(error))
         return [problem] if len(works) == 1 else [self._outcomes([work], is_part=True)[0] for work in works]
 
     def _note_room(self, *, is_full: bool, reason: str = "") -> None:
-        """Log once that the disk is full, and once that it has room again."""
+        """Log the transitions between a full and a writable disk."""
         if is_full and not self._is_full:
             _log.error("storage_full", store=self._kind, reason=reason)
         elif self._is_full and not is_full:
@@ -308,5 +307,5 @@ def _outcome(work: Work[Any], db: Database) -> Any:
 
 
 def one_thread(name: str) -> Executor:
-    """Make an executor that runs one call at a time."""
+    """Return a new executor with one thread."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

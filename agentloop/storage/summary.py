@@ -1,4 +1,4 @@
-"""The summary of a run: what `summary.json` holds. Computed from the records alone, in one pass."""
+"""The summary of a run, stored as `summary.json`. It is computed from the records in one pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentloop.types import StopReason, Trajectory
 from agentloop.values import codec
 
 RecordKey: TypeAlias = tuple[str, str, int]
-"""A record's name: rollout, group, sample."""
+"""A record's key: rollout id, group id, sample index."""
 
 _STALE_COUNTS = ("dropped_attempts", "given_up", "masked", "finished", "late", "masked_tokens")
 MIXED = "mixed"
@@ -26,7 +26,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class VersionSuccess:
-    """Success of the trajectories of one version; `success` is the mean reward of those that have one."""
+    """Success of the trajectories of one weight version; `success` is the mean of their rewards."""
 
     num_trajectories: int
     num_rewarded: int
@@ -35,25 +35,19 @@ class VersionSuccess:
 
 @dataclass(frozen=True, slots=True)
 class StaleSummary:
-    """Trajectories that fell further behind than their run allows, by their fate.
+    """Counts of trajectories that exceeded the staleness limit of their run, by outcome."""
 
-    `dropped_attempts` were discarded and rolled out again; `given_up` samples have no attempt left; `masked`
-    trajectories reached their own end and lost tokens from the mask; `finished` ones were stopped before their end;
-    `late` ones were within the limit when they ended and beyond it when the coordinator received them: they are
-    complete, and `Trajectory.staleness` says by how much.
-    """
-
-    dropped_attempts: int
-    given_up: int
-    masked: int
-    finished: int
-    late: int
+    dropped_attempts: int  # discarded and rolled out again
+    given_up: int  # samples without remaining attempts
+    masked: int  # completed, with stale tokens excluded from the mask
+    finished: int  # stopped before their end
+    late: int  # within the limit at their end, but above it when the coordinator received them
     masked_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
-    """The distribution of trajectories' lengths, in sampled tokens; zeros without any."""
+    """The distribution of trajectory lengths in sampled tokens; zeros if there are no trajectories."""
 
     num_trajectories: int
     mean: float
@@ -65,40 +59,30 @@ class LengthSummary:
 
 @dataclass(frozen=True, slots=True)
 class TrainedLengths:
-    """Lengths of all trajectories beside those that a trainer gets: what is thrown away is seldom short.
+    """Lengths of all trajectories next to those of the trained ones: discarded trajectories are often long."""
 
-    `trained` are complete, have tokens in the mask and, where anything of the run was acknowledged, are
-    acknowledged. `submitted` has these and all others with the tokens that they had when they ended, so of those
-    that were cut less than they would have had; `num_unknown` ended without tokens and are in neither.
-    """
-
-    submitted: LengthSummary
-    trained: LengthSummary
-    num_unknown: int
+    submitted: LengthSummary  # all trajectories with tokens, with their length when they ended (truncated ones too)
+    trained: LengthSummary  # complete, with tokens in the mask, and acknowledged if the run has acknowledgments
+    num_unknown: int  # trajectories without tokens, in neither distribution
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSummary:
-    """One weight update: `pause_to_resume_ms` is the longest stall of any replica."""
+    """One weight update."""
 
     version: int
-    pause_to_resume_ms: float
+    pause_to_resume_ms: float  # the longest pause of any replica
     total_ms: float
     num_failed_replicas: int
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers. `lost` counts accepted samples without a readable record and must be 0.
-
-    Keys of `success_by_version` are versions as text, "mixed" for trajectories with tokens of several, "none"
-    for those that sampled nothing. Shares are of all records (`partial_share`) and of all prompt tokens
-    (`prefix_cache_hit_share`); both are None where there is nothing to divide by.
-    """
+    """The numbers of a run. Shares are None if their denominator is 0."""
 
     accepted: int
     records: int
-    lost: int
+    lost: int  # accepted samples without a readable record; must be 0
     complete: int
     stop_reasons: dict[str, int]
     prompt_tokens: int
@@ -107,25 +91,25 @@ class Summary:
     wall_s: float
     sampled_tokens_per_s: float | None
     success: float | None
-    success_by_version: dict[str, VersionSuccess]
-    partial: int
-    partial_share: float | None
+    success_by_version: dict[str, VersionSuccess]  # keys: see `version_key`
+    partial: int  # trajectories with tokens of several weight versions
+    partial_share: float | None  # partial / records
     recovered_from_tool_error: int
-    prefix_cache_hit_share: float | None
+    prefix_cache_hit_share: float | None  # cached / all prompt tokens
     updates: tuple[UpdateSummary, ...]
-    stale: StaleSummary | None  # None: no record has a limit
-    failures: dict[str, int]  # trajectories by whose failure ended them: `FailureClass`
+    stale: StaleSummary | None  # None: no record has a staleness limit
+    failures: dict[str, int]  # trajectories by the `FailureClass` that ended them
     lengths: TrainedLengths
 
     def write(self, path: Path) -> None:
-        """Write `summary.json`, whole or not at all."""
+        """Write `summary.json` atomically."""
         unfinished = path.with_name(f".{path.name}.part")
         unfinished.write_bytes(orjson.dumps(codec.to_builtins(self), option=orjson.OPT_INDENT_2) + b"\n")
         os.replace(unfinished, path)
 
 
 def version_key(trajectory: Trajectory) -> str:
-    """The weight version a trajectory counts for: its only one as text, "mixed", or "none"."""
+    """Return a trajectory's weight version as text, "mixed" for several, or "none" without sampled tokens."""
     versions = trajectory.versions
     if not versions:
         return NONE
@@ -140,9 +124,9 @@ def summarize(
     updates: Sequence[UpdateReport] = (),
     acknowledged: Collection[RecordKey] | None = None,
 ) -> Summary:
-    """Return the summary of a run's records. Of two records of a key the first counts.
+    """Return the summary of a run's records. If a key has two records, the first one is used.
 
-    `acknowledged` are the records that a trainer acknowledged; None: none did.
+    `acknowledged` are the records that a trainer acknowledged; None if the run has no acknowledgments.
     """
     submitted, trained = list[int](), list[int]()
     failures: Counter[str] = Counter()
@@ -195,7 +179,7 @@ def summarize(
 
 
 def _each_once(trajectories: Iterable[Trajectory]) -> Iterator[tuple[RecordKey, Trajectory]]:
-    """Give the first record of each key."""
+    """Yield the first record of each key."""
     seen: set[RecordKey] = set()
     for trajectory in trajectories:
         key = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
@@ -205,15 +189,15 @@ def _each_once(trajectories: Iterable[Trajectory]) -> Iterator[tuple[RecordKey, 
 
 
 def _lengths(num_sampled: Sequence[int]) -> LengthSummary:
-    known = np.array([number for number in num_sampled if number > 0])
-    if known.size == 0:
+    lengths = np.array([number for number in num_sampled if number > 0])
+    if lengths.size == 0:
         return LengthSummary(0, 0.0, 0.0, 0.0, 0.0, 0)
-    p50, p90, p99 = (round(float(value), 1) for value in np.percentile(known, (50, 90, 99)))
-    return LengthSummary(known.size, round(float(known.mean()), 1), p50, p90, p99, int(known.max()))
+    p50, p90, p99 = (round(float(value), 1) for value in np.percentile(lengths, (50, 90, 99)))
+    return LengthSummary(lengths.size, round(float(lengths.mean()), 1), p50, p90, p99, int(lengths.max()))
 
 
 def _stale(trajectory: Trajectory) -> dict[str, int]:
-    """Return what one record of a limited run adds to the counts of `StaleSummary`."""
+    """Return one record's contribution to the counts of `StaleSummary`."""
     is_ended = trajectory.stop_reason is StopReason.STALE
     limit, staleness = trajectory.max_staleness, trajectory.staleness
     is_over = limit is not None and staleness is not None and staleness > limit

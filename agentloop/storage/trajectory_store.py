@@ -1,13 +1,11 @@
-"""The trajectory store: what was accepted and what became of it, in a SQLite file of the run directory, or in
-PostgreSQL.
+"""The trajectory store: accepted groups and their records, in SQLite or PostgreSQL.
 
-Ownership: one process writes (the coordinator); any process may read. A coordinator that takes the store over shuts
-out every earlier one: what that still writes is refused. In PostgreSQL it can do so once the earlier one's lease is
-over.
-Invariants: what `accept`, `commit` and `record` returned for has reached the disk, so an acknowledged record
-survives `kill -9` and a power cut; a key (rollout, group, sample) holds one record, the first one committed; a
-rollout holds accepted groups or recorded sessions, never both. A record is stored as its maker encoded it, with its
-staleness (`EncodedRecord.value`), and handed on as these bytes.
+One process writes (the coordinator), any process may read. After a failover the writes of every earlier coordinator
+are refused; in PostgreSQL, failover is possible once the earlier coordinator's lease has expired. Invariants:
+`accept`, `add_records` and `record` return after the data is on disk, so an acknowledged record survives `kill -9`
+and a power failure. A key (rollout, group, sample) has one record, the first committed one. A rollout has either
+accepted groups or recorded sessions. A record is stored and returned as the bytes that its producer encoded
+(`EncodedRecord.value`).
 """
 
 from __future__ import annotations
@@ -46,18 +44,18 @@ from agentloop.types import RolloutGroup, Trajectory
 from agentloop.values import codec
 
 STORE_NAME = "trajectories.sqlite"
-"""The store's file within a run directory."""
+"""The name of the store's file in the run directory."""
 
 UPDATES, METRICS = "updates", "metrics"
-"""The names in the service's state of the reports of the latest weight updates, and of the metrics."""
+"""Names in the service's state: the reports of the latest weight updates, and the metrics."""
 
 MAX_RECORD_BATCH = 512
-"""Records to commit in one transaction."""
+"""Maximum number of pieces of work, and of records added by one piece, in one transaction."""
 
 _RENEW_S = 3.0
 _PAGE_TRAJECTORIES = 64
-_LOCATED = 64  # annotated records that are read in one go: hand-outs wait for it
-_MAX_SETTLED = 4096  # rollouts whose counts are kept in memory
+_LOCATED = 64  # records to annotate that are read in one transaction: other readers wait for it
+_MAX_SETTLED = 4096  # finished rollouts whose counts are cached
 
 T = TypeVar("T")
 
@@ -87,9 +85,9 @@ CREATE TABLE IF NOT EXISTS images (sha256 TEXT PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS service_state (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
 """,
-    # What `commit` returned for is acknowledged to a trainer: it must survive the machine too.
+    # Committed records are acknowledged to trainers, so they must survive a power failure.
     synchronous="FULL",
-    page_bytes=16384,  # each is written twice: half the CPU of the usual ones for a record of half a megabyte
+    page_bytes=16384,  # half the CPU time of 4 KiB pages for a record of half a megabyte; pages are written twice
 )
 _COUNT_ALL_FINISHED = """
 SELECT COUNT(*) FROM trajectories t JOIN groups g ON g.rollout_id = t.rollout_id AND g.group_id = t.group_id
@@ -115,7 +113,7 @@ _ADD_GROUP = (
 )
 _ADD_IMAGE = "INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING"
 _SAVE_STATE = f"INSERT INTO service_state VALUES (?, ?) ON CONFLICT (name) {_REPLACES}"
-_EPOCH = "epoch"  # the number of coordinators that this store has had
+_EPOCH = "epoch"  # the epoch of the store's newest owner
 _ADD_RECORD = (
     "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, digest) VALUES (?, ?, ?, ?, ?)"
     " ON CONFLICT DO NOTHING"
@@ -133,14 +131,14 @@ _GO_ON_JOURNAL = f"INSERT INTO turn_journals SELECT ?, ?, ?, ? WHERE EXISTS ({_H
 
 
 def encoded_groups(groups: Sequence[RolloutGroup]) -> list[bytes]:
-    """Return groups as rows keep them: without their rollout's id."""
+    """Return groups in their stored encoding, which omits the rollout id."""
     return [
         codec.encode(dataclasses.replace(group, rollout_id="") if group.rollout_id else group) for group in groups
     ]
 
 
 def groups_digest(encoded: Sequence[bytes]) -> str:
-    """Return the SHA-256 of a submission's work, in hex: equal for the same encoded groups in whatever order."""
+    """Return the hexadecimal SHA-256 of a submission's encoded groups, independent of their order."""
     digest = hashlib.sha256()
     for group in sorted(encoded):
         digest.update(group)
@@ -148,45 +146,45 @@ def groups_digest(encoded: Sequence[bytes]) -> str:
 
 
 class TrajectoryReader:
-    """A reader of a store for any process, also while the service writes. Methods block."""
+    """Reads a store from any process, including while the service writes it. Methods block."""
 
     def __init__(self, where: str | Path | Home) -> None:
-        """`where` is a file or a home. Raises InvalidRequest if it does not exist or is no trajectory store."""
+        """`where` is a file or a storage backend. Raises InvalidRequest if it is not a trajectory store."""
         self._db = _opener(where)(_SCHEMA, is_read_only=True)
         self._name = f"{_SCHEMA.kind} of {folder_of(where)}"
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raise InvalidRequest, naming the store, for what SQLite cannot read: torn files, or a damaged disk."""
+        """Convert SQLite's errors (an incomplete copy, a damaged disk) to InvalidRequest with the store's name."""
         try:
             yield
         except sqlite3.DatabaseError as error:
             raise InvalidRequest(f"the {self._name} cannot be read: {error}") from error
 
     def rollouts(self) -> list[str]:
-        """Return every rollout ever accepted or recorded, by id."""
+        """Return the sorted ids of all accepted or recorded rollouts."""
         with self._reading():
             return [row[0] for row in self._db.execute("SELECT rollout_id FROM rollouts ORDER BY rollout_id")]
 
     def progress(self) -> tuple[int, int]:
-        """Return (accepted, finished) in trajectories of all submitted rollouts."""
+        """Return the numbers of (accepted, finished) trajectories in all submitted rollouts."""
         with self._reading():
             accepted, finished = self._db.execute(_COUNT_ALL_GROUPS), self._db.execute(_COUNT_ALL_FINISHED)
             return int(accepted.fetchone()[0]), int(finished.fetchone()[0])
 
     def counts(self, rollout_id: str) -> tuple[int, int]:
-        """Return (accepted, finished) as `TrajectoryStore.counts`. Raises NotFound."""
+        """See `TrajectoryStore.counts`."""
         with self._reading():
             return _counts(self._db, rollout_id)
 
     def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
-        """Return records as `TrajectoryStore.read`, decoded."""
+        """Return decoded records; see `TrajectoryStore.read`."""
         with self._reading():
             rows = self._db.execute(_ROWS_AFTER, (rollout_id, after, limit))
             return [(seq, codec.decode(value, Trajectory)) for seq, value in rows]
 
     def trajectories(self, rollout_id: str | None = None) -> Iterator[Trajectory]:
-        """Yield all trajectories by rollout, in commit order, a page in memory at a time. Raises NotFound."""
+        """Yield all trajectories by rollout, in commit order, with one page in memory. Raises NotFound."""
         if rollout_id is not None:
             self.counts(rollout_id)
         for name in self.rollouts() if rollout_id is None else [rollout_id]:
@@ -201,7 +199,7 @@ class TrajectoryReader:
             return facts.page(self._db, query)
 
     def record_at(self, seq: int) -> AnnotatedRecord:
-        """Return the record that a listing has as `seq`. Raises NotFound."""
+        """Return the record with this `seq` of a listing. Raises NotFound."""
         with self._reading():
             return _record_at(self._db, seq)
 
@@ -211,12 +209,12 @@ class TrajectoryReader:
             return _state(self._db, UPDATES, tuple[UpdateReport, ...]) or ()
 
     def metrics(self) -> MetricsPage:
-        """Return the metrics of the service's processes that were saved last."""
+        """Return the last saved metrics of the service's processes."""
         saved = _state(self._db, METRICS, SavedMetrics)
         return MetricsPage((), ()) if saved is None else saved.counted
 
     def write_images(self, folder: Path) -> None:
-        """Write the images that a database has into a folder, those that it lacks; a file has none."""
+        """Write the images in a database to a folder, unless it has them. A SQLite store has no images."""
         files = ImageFiles(folder)
         for (sha256,) in self._db.execute("SELECT sha256 FROM images").fetchall():
             if files.lacks(sha256):
@@ -235,16 +233,15 @@ class TrajectoryReader:
         )
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the connection. Idempotent."""
         self._db.close()
 
 
 class TrajectoryStore:
-    """Accepted groups and their terminal records, written by one process. End it with `await close()`.
+    """Stores accepted groups and their records; written by one process. Call `await close()` at the end.
 
-    A coroutine returns once its work is committed; it raises StorageFull when the disk is full, ServiceUnavailable
-    while the database is away, and the database's error as it comes when it fails otherwise: nothing was stored
-    then.
+    Coroutines return after the commit. They raise StorageFull if the disk is full, ServiceUnavailable while the
+    database is unreachable, and other database errors unchanged. After an error nothing was stored.
     """
 
     def __init__(
@@ -254,23 +251,26 @@ class TrajectoryStore:
         *,
         min_free_bytes: int = 0,
     ) -> None:
-        """`where` is a file or a home; `new_thread` makes an executor that runs one call at a time. With fewer than
-        `min_free_bytes` free on the disk nothing is accepted. Raises InvalidRequest if `where` is no trajectory
-        store, and StorageFull if its disk is full or read-only."""
+        """`where` is a file or a storage backend. `new_thread` returns an executor that runs one call at a time.
+
+        With less than `min_free_bytes` of free disk space, `accept` is refused. Raises InvalidRequest if `where` is
+        not a trajectory store, and StorageFull if its disk is full or read-only.
+        """
         folder, opened = folder_of(where), _opener(where)
         self._home = None if isinstance(where, str | Path) else where
         self._lease = None if self._home is None else self._home.lease(COORDINATOR_LEASE)
         self._room = DiskRoom(folder, min_free_bytes)
-        self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # counts that change no more
+        self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # final counts of finished rollouts
         self._reserve = Reserve(Path(where).with_suffix(".reserve")) if isinstance(where, str | Path) else None
         try:
             db = opened(_SCHEMA)
         except StorageFull:
+            # Opening a store writes, so a service can restart on a full disk only by using the reserve.
             if self._reserve is None or not self._reserve.give_up():
                 raise
             db = opened(_SCHEMA)
         self._images = ImageFiles(folder / IMAGES_FOLDER)
-        self._new_facts: list[EncodedRecord] = []  # records of the transaction under way
+        self._new_facts: list[EncodedRecord] = []  # records of the running transaction
         (self._num_fresh,) = db.execute("SELECT COUNT(*) FROM fresh_facts").fetchone()
         self._epoch: int | None = None
         self._successor: int | None = None
@@ -282,7 +282,7 @@ class TrajectoryStore:
             guard=self._begin,
             finish=self._add_facts,
         )
-        # What only reads what was committed: hand-outs and trainers do not wait for the disk's next commit.
+        # A separate connection for reads, so that workers and trainers do not wait for the writer's next commit.
         self._reader = BatchWriter(
             opened(_SCHEMA, is_read_only=True),
             _SCHEMA.kind,
@@ -294,22 +294,22 @@ class TrajectoryStore:
 
     @property
     def is_shared(self) -> bool:
-        """Tell if its home is one of other processes' stores too, for the same run: a database."""
+        """True if the storage backend is a database, which other processes use for the same run."""
         return self._home is not None
 
     @property
     def is_full(self) -> bool:
-        """Tell if the disk has no room for records."""
+        """True if the disk has no space for records."""
         return self._reserve is not None and not self._reserve.take_back()
 
     @property
     def away(self) -> str:
-        """Why the store does not answer now; empty: it does. `keep_lease` asks a database every few seconds."""
+        """The reason why the store is unreachable, or empty. `keep_lease` updates it every few seconds."""
         return self._writer.away
 
     @property
     def successor(self) -> int | None:
-        """The epoch of a later owner that has taken the store over; None: not known of one."""
+        """The epoch of a later owner that took the store over; None if no such owner is known."""
         return self._successor
 
     async def accept(
@@ -319,10 +319,10 @@ class TrajectoryStore:
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
         encoded: Sequence[bytes] | None = None,
     ) -> None:
-        """Record work as accepted, and keep its images beside the store. A repeat is harmless.
+        """Store groups and their images as accepted. Idempotent.
 
-        `encoded` are the groups as `encoded_groups` makes them. Raises Conflict for a rollout of recorded sessions,
-        and StorageFull.
+        `encoded` is the result of `encoded_groups`. Raises Conflict if the rollout has recorded sessions, and
+        StorageFull.
         """
         self._room.check()
         self._require_room()
@@ -331,7 +331,10 @@ class TrajectoryStore:
 
         def work(db: Database) -> None:
             if _holds_sessions(db, rollout_id):
-                raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
+                raise Conflict(
+                    f"rollout {rollout_id} has recorded sessions: submit groups to another rollout",
+                    param="rollout_id",
+                )
             db.execute(_ADD_ROLLOUT, (rollout_id,))
             db.execute(_ADD_TERMS, (rollout_id, codec.encode(dataclasses.replace(terms, groups_digest=digest))))
             db.executemany(
@@ -342,11 +345,12 @@ class TrajectoryStore:
                 ),
             )
 
+        # Images first: an accepted group must never refer to a missing image.
         await self.keep_images([image for group in groups for image in group.task.images])
         await self._writer.run(work)
 
     async def keep_images(self, images: Sequence[Image]) -> None:
-        """Keep images beside the store, or in the database, each once. Raises StorageFull."""
+        """Store images without duplicates, in the run directory or in the database. Raises StorageFull."""
         if self._home is not None:
             rows = [(image.sha256, image.data) for image in images]
             if rows:
@@ -360,11 +364,14 @@ class TrajectoryStore:
             raise StorageFull("the disk of the run's images is full or cannot be written") from error
 
     async def add_records(self, records: Sequence[EncodedRecord]) -> int:
-        """Store terminal records together, and remove their samples' journals. Returns the number of new ones: the
-        first of a sample stays."""
+        """Store records in one transaction and delete the turn journals of their samples.
+
+        Returns the number of new records: a sample keeps its first record.
+        """
         self._require_room()
 
         def work(db: Database) -> int:
+            # In one transaction, so that a sample with a record never has journals from which it would resume.
             db.executemany(_FORGET_SAMPLE, [(_assignment_id(record),) for record in records])
             return self._add(db, records)
 
@@ -373,7 +380,7 @@ class TrajectoryStore:
     async def keep_turns(
         self, parts: Sequence[JournalPart], forgotten: Sequence[tuple[str, str]]
     ) -> tuple[str, ...]:
-        """Remove and append to turn journals as `WorkerPort.keep_turns`; a repeat changes nothing."""
+        """Delete turn journals and append to others, as `WorkerPort.keep_turns`. Idempotent."""
         self._require_room()
         rows = [(part.assignment_id, part.run, part.number, part.frames) for part in parts]
         new = [(*row, *place_of(row[0])) for row in rows if row[2] == 0]
@@ -393,7 +400,7 @@ class TrajectoryStore:
         return await self._writer.run(work)
 
     async def kept_turns(self, assignment_id: str) -> list[tuple[str, bytes]]:
-        """Return the journals of a sample as `WorkerPort.kept_turns`."""
+        """Return the turn journals of a sample, as `WorkerPort.kept_turns`."""
         statement = "SELECT run, frames FROM turn_journals WHERE assignment_id = ? ORDER BY run, number"
         rows = await self._reader.run(lambda db: db.execute(statement, (assignment_id,)).fetchall())
         return [
@@ -401,7 +408,7 @@ class TrajectoryStore:
         ]
 
     async def claim(self, rollout_id: str, owner: str) -> None:
-        """Reserve a rollout for its owner's sessions. Raises Conflict if it accepted groups."""
+        """Reserve a rollout for its owner's sessions. Raises Conflict if the rollout has accepted groups."""
 
         def work(db: Database) -> None:
             _check_sessions(db, rollout_id)
@@ -411,27 +418,27 @@ class TrajectoryStore:
         await self._writer.run(work)
 
     async def record(self, record: EncodedRecord) -> bool:
-        """Store the record of a finished session. Returns true if it is new; a repeat changes nothing.
+        """Store the record of a finished session. Returns True if it is new. Idempotent.
 
-        Raises Conflict if its place (rollout, group, sample) has another record, or its rollout accepted groups.
+        Raises Conflict if its key (rollout, group, sample) has another record, or its rollout has accepted groups.
         """
         rollout_id = record.rollout_id
         terms = RolloutTerms(owner_of(rollout_id))
-        place = _place(record)
+        key = _place(record)
 
         def work(db: Database) -> bool:
             _check_sessions(db, rollout_id)
-            stored = db.execute(f"SELECT digest, {retention.HAS_VALUE} {_AT_PLACE}", place).fetchone()
+            stored = db.execute(f"SELECT digest, {retention.HAS_VALUE} {_AT_PLACE}", key).fetchone()
             if stored is None:
                 db.execute(_ADD_ROLLOUT, (rollout_id,))
                 db.execute(_ADD_TERMS, (rollout_id, codec.encode(terms)))
                 self._add(db, [record])
                 return True
-            if stored[0] != record.digest and stored[1]:  # of a deleted record, any repeat is taken for it
-                name = "/".join(map(str, place))
+            if stored[0] != record.digest and stored[1]:  # any record is accepted as a repeat of a deleted one
+                name = "/".join(map(str, key))
                 raise Conflict(
-                    f"{name} is the record of another session: its digest is {stored[0].hex()},"
-                    f" not {record.digest.hex()}",
+                    f"{name} has the record of another session, with the digest {stored[0].hex()} instead of"
+                    f" {record.digest.hex()}",
                     param="sample_index",
                 )
             return False
@@ -439,11 +446,11 @@ class TrajectoryStore:
         return await self._writer.run(work)
 
     async def terms(self, rollout_id: str) -> RolloutTerms:
-        """Return the terms that a rollout was accepted on; the default ones for an unknown rollout."""
+        """Return the terms of an accepted rollout; default terms for an unknown rollout."""
         return await self._writer.run(lambda db: _terms(db, rollout_id))
 
     async def cancel(self, rollout_id: str) -> None:
-        """Note that a rollout was cancelled: the records that it lacks will be CANCELLED ones."""
+        """Store that a rollout was cancelled. Its missing records will have the stop reason CANCELLED."""
 
         def work(db: Database) -> None:
             terms = dataclasses.replace(_terms(db, rollout_id), is_cancelled=True)
@@ -452,22 +459,24 @@ class TrajectoryStore:
         await self._order(work)
 
     async def check_owner(self) -> None:
-        """Raises ServiceUnavailable once another owner has taken the store over."""
+        """Raise ServiceUnavailable if another owner has taken the store over."""
         await self._reader.run(lambda db: None)
 
     async def has_record(self, record: EncodedRecord) -> bool:
-        """Tell if a record's sample has one, or had one. Raises NotFound, Gone, of its rollout."""
-        place = _place(record)
+        """Return True if the record's sample has, or had, a record. Raises NotFound or Gone for its rollout."""
+        key = _place(record)
 
         def work(db: Database) -> bool:
             _counts(db, record.rollout_id)
-            return db.execute(f"SELECT 1 {_AT_PLACE}", place).fetchone() is not None
+            return db.execute(f"SELECT 1 {_AT_PLACE}", key).fetchone() is not None
 
         return await self._writer.run(work)
 
     async def stored(self, assignment_id: str) -> EncodedRecord | None:
-        """Return the record that a sample has, with the digest of its submission; None if it has none, or none any
-        more. Every commit before this call, also one whose answer was lost, has taken place or never will."""
+        """Return a sample's record with the digest of its submission; None if it is missing or deleted.
+
+        When this returns, every earlier commit, even one whose result was lost, has either happened or never will.
+        """
         statement = f"SELECT value, digest {_AT_PLACE} AND {retention.HAS_VALUE}"
 
         def work(db: Database) -> EncodedRecord | None:
@@ -476,25 +485,25 @@ class TrajectoryStore:
                 return None
             return dataclasses.replace(EncodedRecord.of(codec.decode(row[0], Trajectory)), digest=row[1])
 
-        # The writer's transactions follow one another in the database too, over a connection that was made again.
+        # Use the writer: its transactions are ordered in the database, even across a reconnect.
         return await self._writer.run(work)
 
     async def holds_sessions(self, rollout_id: str) -> bool:
-        """Tell if a rollout consists of recorded sessions."""
+        """Return True if the rollout has recorded sessions."""
         return await self._writer.run(lambda db: _holds_sessions(db, rollout_id))
 
     async def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
-        """Return up to `limit` records in commit order, each with its cursor, all greater than `after`.
+        """Return up to `limit` (cursor, record) pairs in commit order with cursors greater than `after`.
 
-        A record is the bytes that were stored: pass them on, or `codec.decode(record, Trajectory)`.
+        A record is in its stored encoding: forward it unchanged, or decode it with `codec.decode(record,
+        Trajectory)`.
         """
         return await self._reader.run(lambda db: db.execute(_ROWS_AFTER, (rollout_id, after, limit)).fetchall())
 
     async def counts(self, rollout_id: str) -> tuple[int, int]:
-        """Return (accepted, finished) in trajectories.
+        """Return the numbers of (accepted, finished) trajectories. A recorded session counts as both.
 
-        Raises NotFound for a rollout never submitted or recorded, and Gone for one that was deleted. Of recorded
-        sessions none is outstanding: each counts as both.
+        Raises NotFound for an unknown rollout, and Gone for a deleted one.
         """
         settled = self._settled.get(rollout_id)
         if settled is not None:
@@ -502,6 +511,7 @@ class TrajectoryStore:
         num_accepted, num_finished, is_submitted = await self._reader.run(
             lambda db: (*_counts(db, rollout_id), _is_submitted(db, rollout_id))
         )
+        # The counts of a submitted rollout with all records are final, unless retention deletes it (see `trim`).
         if is_submitted and num_finished >= num_accepted:
             self._settled[rollout_id] = num_accepted, num_finished
             if len(self._settled) > _MAX_SETTLED:
@@ -509,36 +519,37 @@ class TrajectoryStore:
         return num_accepted, num_finished
 
     async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
-        """Return a page of the facts of records, as `RecordsPort`. Raises InvalidRequest."""
+        """Return a page of record facts, as `RecordsPort.list_records`. Raises InvalidRequest."""
         return await self._reader.run(lambda db: facts.page(db, query, user_names))
 
     async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
-        """Return the record that a listing has as `seq`, as `RecordsPort`. Raises NotFound."""
+        """Return the record with this `seq` of a listing, as `RecordsPort.record_at`. Raises NotFound."""
         return await self._reader.run(lambda db: _record_at(db, seq, user_names))
 
     async def annotate(self, rollout_id: str, given: Sequence[SampleAnnotation]) -> None:
-        """Add annotations to records of a rollout: all, or none.
+        """Add all annotations to records of a rollout, or none.
 
-        Raises NotFound, InvalidRequest for values that do not fit their record, and Conflict for one with too many.
+        Raises NotFound, InvalidRequest for values that do not match their record, and Conflict if a record would
+        have too many annotations.
         """
         self._require_room()
         rows = list[annotation_rows.Row]()
         for start in range(0, len(given), _LOCATED):
-            some = given[start : start + _LOCATED]
-            located = partial(annotation_rows.located, rollout_id=rollout_id, given=some)
+            chunk = given[start : start + _LOCATED]
+            located = partial(annotation_rows.located, rollout_id=rollout_id, given=chunk)
             rows += await self._reader.run(located)
         await self._writer.run(lambda db: annotation_rows.add(db, rows))
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
-        """Note the cursor up to which a trainer has a rollout's records: the policy may delete them."""
+        """Store the cursor up to which a trainer has received a rollout's records, which retention may delete."""
         await self._order(lambda db: retention.acknowledge(db, rollout_id, cursor))
 
     async def last_mark(self) -> float:
-        """Return the time of the last mark that `trim` made; 0 if there is none."""
+        """Return the time of the last mark that `trim` stored, or 0."""
         return await self._writer.run(retention.last_mark)
 
     async def trim(self, policy: retention.RetentionPolicy, now: float, unfinished: retention.Unfinished) -> int:
-        """Delete one batch by the policy. Returns its size; 0: nothing is left to delete."""
+        """Delete one batch by policy. Returns its size; 0 if nothing is left to delete."""
 
         def forget() -> None:
             self._settled.clear()
@@ -546,7 +557,7 @@ class TrajectoryStore:
         return await self._order(lambda db: retention.trim(db, policy, now, unfinished), forget)
 
     async def unfinished(self, rollout_id: str | None = None) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
-        """Return the groups that lack records, of one rollout or all, each with the samples that it lacks."""
+        """Return the groups with missing records, of one rollout or all, each with its missing sample indices."""
         of_one = "" if rollout_id is None else " WHERE rollout_id = ?"
         names = () if rollout_id is None else (rollout_id,)
 
@@ -556,23 +567,23 @@ class TrajectoryStore:
                 f"SELECT rollout_id, group_id, sample_index FROM trajectories{of_one}", names
             ):
                 done.setdefault((rollout_id, group_id), set()).add(sample)
-            owed = []
+            incomplete = []
             for rollout_id, group_id, num_samples, value in db.execute(
                 f"SELECT rollout_id, group_id, num_samples, value FROM groups{of_one} ORDER BY seq", names
             ):
                 finished = done.get((rollout_id, group_id), set())
                 if missing := tuple(sample for sample in range(num_samples) if sample not in finished):
                     group = codec.decode(value, RolloutGroup)
-                    owed.append((dataclasses.replace(group, rollout_id=rollout_id), missing))
-            return owed
+                    incomplete.append((dataclasses.replace(group, rollout_id=rollout_id), missing))
+            return incomplete
 
         return await self._writer.run(work)
 
     async def take_over(self, above: int = 0) -> int:
-        """Become the store's only writer, under an epoch greater than any before and than `above`. From now on the
-        writes of every earlier owner raise ServiceUnavailable. A repeat gives the owner a greater epoch.
+        """Become the store's only writer, with an epoch greater than `above` and all earlier epochs.
 
-        Raises Conflict, naming the owner, while another one has its lease.
+        Afterwards the writes of every earlier owner raise ServiceUnavailable. A repeated call returns a greater
+        epoch. Raises Conflict with the owner's name while another owner has the lease.
         """
 
         def work(db: Database) -> int:
@@ -586,19 +597,20 @@ class TrajectoryStore:
         return await self._order(work)
 
     async def keep_lease(self) -> None:
-        """Renew the lease, whatever else is written. Returns once this owner must end: another one has the lease,
-        or may have it, because nothing was heard of the database's host for as long as it lasts.
+        """Renew the lease until this owner must stop, then return.
 
-        A host that refuses connections gives the lease to none.
+        It must stop if another owner has the lease, or may have it, because the database's host has been
+        unreachable for the lease's duration. A reachable host that refuses connections cannot grant the lease to
+        another owner.
         """
         assert self._home is not None
         renewed_at = time.monotonic()
         while self._successor is None:
-            asked_at = time.monotonic()
+            started_at = time.monotonic()
             try:
                 async with asyncio.timeout(LEASE_S):
-                    await self._writer.run(lambda db: None)
-                renewed_at = asked_at
+                    await self._writer.run(lambda db: None)  # the writer's guard renews the lease
+                renewed_at = started_at  # the earliest time at which the database may have renewed it
             except Exception as error:
                 _log.debug("lease_not_renewed", error=repr(error))
                 is_over = time.monotonic() - renewed_at >= LEASE_S
@@ -608,8 +620,10 @@ class TrajectoryStore:
             await asyncio.sleep(_RENEW_S)
 
     async def save_state(self, name: str, value: object, revokes: Sequence[str] = ()) -> None:
-        """Save a named value of the service's state, in place of the one before. In the same moment the owners of
-        the leases that it `revokes`, of a database, lose them."""
+        """Store a named value of the service's state, replacing the previous value.
+
+        In a database, the same transaction revokes the leases named in `revokes`.
+        """
         leases = [] if self._home is None else [self._home.lease(lease) for lease in revokes]
 
         def work(db: Database) -> None:
@@ -620,23 +634,23 @@ class TrajectoryStore:
         await self._order(work)
 
     async def saved_state(self, name: str, kind: type[T]) -> T | None:
-        """Return the value last saved under a name; None if nothing was saved."""
+        """Return the last value stored under a name, or None."""
         return await self._writer.run(lambda db: _state(db, name, kind))
 
     def time_commits(self, observe: Callable[[float], None]) -> None:
-        """Have `observe`, which is thread-safe, told the seconds of each transaction."""
+        """Call `observe`, which must be thread-safe, with the duration of each transaction in seconds."""
         self._writer.on_time = observe
 
     async def close(self) -> None:
-        """Finish what waits, then let go of the database. Idempotent."""
+        """Finish pending work, release the lease and close the connections. Idempotent."""
         if (lease := self._lease) is not None and (own := self._epoch) is not None:
-            with suppress(ServiceUnavailable):
+            with suppress(ServiceUnavailable):  # the lease then expires by itself
                 await self._writer.run(lambda db: lease.release(db, own))
         await self._reader.close()
         await self._writer.close()
 
     def _add(self, db: Database, records: Sequence[EncodedRecord]) -> int:
-        """Add records, and their facts as the transaction ends. Returns the number of new ones."""
+        """Add records, and their facts at the end of the transaction. Returns the number of new records."""
         self._new_facts += records
         return max(db.executemany(_ADD_RECORD, map(_row, records)).rowcount, 0)
 
@@ -648,17 +662,16 @@ class TrajectoryStore:
                 self._num_fresh = 0
 
     def _begin(self, db: Database) -> None:
-        """Begin a transaction of the writer."""
         self._new_facts = []
         self._check_owner(db)
 
     def _require_room(self) -> None:
-        """Raises StorageFull for records and new work while the reserve is used up."""
+        """Raise StorageFull while the reserve is not allocated."""
         if self.is_full:
-            raise StorageFull("the run's disk is full: make room, or acknowledge what was read")
+            raise StorageFull("the run's disk is full: free disk space, or acknowledge the records that were read")
 
     async def _order(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
-        """Write what may use the reserve: little, or what makes room."""
+        """Run work that may use the reserve, because it is small or frees disk space."""
         try:
             return await self._writer.run(work, on_committed)
         except StorageFull:
@@ -667,7 +680,7 @@ class TrajectoryStore:
             return await self._writer.run(work, on_committed)
 
     def _check_owner(self, db: Database) -> None:
-        """Raises ServiceUnavailable once another process has taken the store over. Renews the lease."""
+        """Raise ServiceUnavailable if another process has taken the store over, else renew the lease."""
         if (own := self._epoch) is None:
             return
         stored = _state(db, _EPOCH, int) if self._lease is None else self._lease.newest(db, own)
@@ -675,7 +688,9 @@ class TrajectoryStore:
             if self._successor is None:
                 _log.error("store_taken_over", epoch=stored, own_epoch=own)
             self._successor = stored
-            raise ServiceUnavailable(f"another coordinator has taken this run over (epoch {stored})")
+            raise ServiceUnavailable(
+                f"another coordinator has taken this run over (its epoch is {stored}, this one's is {own})"
+            )
 
 
 def _opener(where: str | Path | Home) -> Callable[..., Database]:
@@ -683,7 +698,7 @@ def _opener(where: str | Path | Home) -> Callable[..., Database]:
 
 
 def check_home(home: Home) -> None:
-    """Make a store's tables if it is new. Raises InvalidRequest if it cannot be written, or is none of ours."""
+    """Create the tables of a new store. Raises InvalidRequest if it is not writable or not a trajectory store."""
     home.open(_SCHEMA).close()
 
 
@@ -701,9 +716,12 @@ def _holds_sessions(db: Database, rollout_id: str) -> bool:
 
 
 def _check_sessions(db: Database, rollout_id: str) -> None:
-    """Raises Conflict for a rollout that is not for sessions."""
+    """Raise Conflict if the rollout has accepted groups."""
     if _is_submitted(db, rollout_id):
-        raise Conflict(f"rollout {shown_id(rollout_id)} was submitted: sessions need another", param="rollout_id")
+        raise Conflict(
+            f"rollout {shown_id(rollout_id)} has submitted groups: use another rollout for sessions",
+            param="rollout_id",
+        )
 
 
 def _is_submitted(db: Database, rollout_id: str) -> bool:
@@ -713,7 +731,7 @@ def _is_submitted(db: Database, rollout_id: str) -> bool:
 def _counts(db: Database, rollout_id: str) -> tuple[int, int]:
     if db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is None:
         if db.execute("SELECT 1 FROM deleted_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None:
-            raise Gone(f"rollout {rollout_id} was deleted, as the run's retention asks for", param="rollout_id")
+            raise Gone(f"rollout {rollout_id} was deleted by the run's retention policy", param="rollout_id")
         raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
     num_accepted = int(db.execute(_COUNT_GROUPS, (rollout_id,)).fetchone()[0])
     if num_accepted == 0:
@@ -736,7 +754,7 @@ def _record_at(db: Database, seq: int, user_names: tuple[str, ...] | None = None
     is_owned, owners = facts.of_users(user_names)
     row = db.execute(f"{_VALUE_AT} AND {is_owned}", (seq, *owners)).fetchone()
     if row is None:
-        raise NotFound(f"no record {seq}: it was deleted or never stored", param="seq")
+        raise NotFound(f"unknown record {seq}: it was deleted or never stored", param="seq")
     return AnnotatedRecord(row[0], annotation_rows.newest(db, seq))
 
 

@@ -1,1 +1,1 @@
-"""Values that every package uses: tokens and their sampling, how calls end, checks, and the wire format."""
+"""Value types that all packages share: tokens, sampling options, end states, validation and the wire format."""

@@ -1,8 +1,9 @@
-"""Capabilities: what an engine can do that not every engine can, and what a request needs of one.
+"""Capabilities: the optional features of engines, and the features that a request requires.
 
-An engine says its features at its start (`EngineInfo`), a lease carries them to whoever calls under it, and a
-request's needs follow from the request alone. Both are small, compared at every turn: a set of features is an
-integer with a bit for each. A service refuses what none of its engines can do, and places the rest where it can be.
+An engine reports its features at its start (`EngineInfo`), and a lease passes them to its callers. A request's
+needs are determined by the request alone. Both are compared at every turn, so a set of features is an integer with
+one bit per feature. A service rejects requests that none of its engines supports, and places others on engines that
+do.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from agentloop.values.sampling import ConstraintKind, SamplingParams, VersionDem
 
 
 class Feature(StrEnum):
-    """A thing that a request may ask of an engine; the first four are the kinds of a Constraint."""
+    """An optional feature of an engine. The first four are the kinds of a Constraint."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
     STRUCTURAL_TAG = "structural_tag"
     REGEX = "regex"
     IMAGES = "images"
-    SEED = "seed"  # the same request samples the same ids again
+    SEED = "seed"  # an equal request samples equal ids
     LOGIT_BIAS = "logit_bias"
     PENALTIES = "penalties"  # frequency and presence
     REPETITION_PENALTY = "repetition_penalty"
     MIN_P = "min_p"
     MIN_TOKENS = "min_tokens"
     TOP_LOGPROBS = "top_logprobs"
-    PRIORITY = "priority"  # of waiting requests those of lower numbers first
-    SCORES = "scores"  # logprobs of a prompt's own tokens
+    PRIORITY = "priority"  # waiting requests with lower numbers run first
+    SCORES = "scores"  # logprobs of the prompt's tokens
 
 
 CONSTRAINTS = frozenset(Feature(kind.value) for kind in ConstraintKind)
@@ -45,17 +46,17 @@ SAMPLING = frozenset(
         Feature.TOP_LOGPROBS,
     }
 )
-"""The part of `SamplingParams` that engines can do as they come, but for constraints."""
+"""The features of `SamplingParams`, except constraints, that engines support in their default configuration."""
 
 NOT_SPECULATIVE = frozenset({Feature.SEED, Feature.LOGIT_BIAS, Feature.MIN_P})
-"""The part of it that an engine with `speculative` lacks: its verification has no biases and no `min_p`, and a seed
-meets as many drafts as the load allows."""
+"""The features of `SAMPLING` that an engine with `speculative` does not support: its verification ignores biases
+and `min_p`, and the number of drafts, which affects seeded sampling, depends on the load."""
 
 PRIORITY_POLICY = "priority"
-"""The `scheduling_policy` of an engine whose waiting requests go by their priority; the other is "fcfs"."""
+"""The `scheduling_policy` of an engine that orders waiting requests by priority; the other one is "fcfs"."""
 
 _BITS = {feature: 1 << number for number, feature in enumerate(Feature)}
-_PARAMS = {  # the field of a request that asks for a feature, where it is not called so
+_PARAMS = {  # the request field of a feature, if it differs from the feature's name
     **dict.fromkeys(CONSTRAINTS, "constraint"),
     Feature.PENALTIES: "frequency_penalty",
     Feature.TOP_LOGPROBS: "num_top_logprobs",
@@ -67,45 +68,45 @@ UNBOUNDED_TOKENS = 1 << 62
 
 @lru_cache(maxsize=64)
 def bits_of(features: frozenset[Feature]) -> int:
-    """Return a set of features as an integer."""
+    """Return a set of features as an integer with one bit per feature."""
     return sum(_BITS[feature] for feature in features)
 
 
 @lru_cache(maxsize=1024)
 def features_of(bits: int) -> tuple[Feature, ...]:
-    """Return the features of an integer, in the order of their definition."""
+    """Return the features of an integer from `bits_of`, in the order of their definition."""
     return tuple(feature for feature, bit in _BITS.items() if bits & bit)
 
 
 def param_of(feature: Feature) -> str:
-    """Return the field of a request that asks for a feature."""
+    """Return the name of the request field that requires a feature."""
     return _PARAMS.get(feature, feature.value)
 
 
 def hint_of(feature: Feature) -> str:
-    """Return the engine's config that brings a feature; "" if no config does."""
+    """Return the engine configuration that a feature requires, for an error message; "" for most features."""
     if feature is Feature.PRIORITY:
         return f"; it needs engines with scheduling_policy: {PRIORITY_POLICY}"
     return "; it needs engines without speculative" if feature in NOT_SPECULATIVE else ""
 
 
 def configured_features(*, can_constrain: bool, scheduling_policy: str) -> frozenset[Feature]:
-    """Return the features of an engine with this config, whatever its model."""
+    """Return the features of an engine with this configuration that do not depend on its model."""
     by_priority = {Feature.PRIORITY} if scheduling_policy == PRIORITY_POLICY else frozenset[Feature]()
     return SAMPLING | by_priority | (CONSTRAINTS if can_constrain else frozenset())
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of a request, or of a trajectory, that only some engines meet."""
+    """The requirements of a request or a trajectory that only some engines meet."""
 
-    features: int = 0  # as `bits_of` makes them
-    context_tokens: int = 0  # of the prompt and of all that may be sampled
-    version: VersionDemand | None = None  # of the next call alone: the fleet has to serve such weights
-    adapter: str = ""  # that samples it, whose versions `version` means; empty: the base weights
+    features: int = 0  # as returned by `bits_of`
+    context_tokens: int = 0  # prompt tokens plus the maximum number of sampled tokens
+    version: VersionDemand | None = None  # weight versions that the next call accepts
+    adapter: str = ""  # name of the adapter that `version` refers to; "": the base weights
 
     def joined(self, other: Needs) -> Needs:
-        """Return what engines must be able to do for both."""
+        """Return the needs of an engine that serves both. `version` is dropped unless `other` adds nothing."""
         features, context_tokens = self.features | other.features, max(self.context_tokens, other.context_tokens)
         adapter = other.adapter or self.adapter
         if (features, context_tokens, adapter) == (self.features, self.context_tokens, self.adapter):
@@ -118,18 +119,18 @@ NO_NEEDS = Needs()
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The optional features of an engine, as bits, and the longest context it takes."""
+    """The optional features of an engine, as bits, and its maximum context length."""
 
     features: int = -1
     max_context_tokens: int = UNBOUNDED_TOKENS
 
     def suits(self, needs: Needs) -> bool:
-        """Tell if an engine with these can meet the needs."""
+        """Return True if an engine with these capabilities meets the needs."""
         return not needs.features & ~self.features and needs.context_tokens <= self.max_context_tokens
 
 
 ANYTHING = Capabilities()
-"""What is assumed of an engine that does not say."""
+"""The assumed capabilities of an engine that does not report them."""
 
 
 def needs_of(sampling: SamplingParams, num_prompt_tokens: int, *, has_images: bool, adapter: str = "") -> Needs:
@@ -143,7 +144,7 @@ def needs_of(sampling: SamplingParams, num_prompt_tokens: int, *, has_images: bo
 
 
 def features_asked(sampling: SamplingParams) -> int:
-    """Return the features that a request's sampling needs, as `bits_of` makes them."""
+    """Return the features that a request's sampling requires, as bits."""
     bits = 0 if sampling.constraint is None else _CONSTRAINT_BITS[sampling.constraint.kind]
     if sampling.seed is not None:
         bits |= _BITS[Feature.SEED]

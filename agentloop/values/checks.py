@@ -1,5 +1,7 @@
-"""Checks at the engine's door, shared by every adapter: requests on the way in, generations and folders of
-weights on the way out. All are pure, and raise instead of repairing."""
+"""Validation of requests, generations and weight folders, shared by all engine adapters.
+
+The functions do not modify their arguments; they raise instead of repairing.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,25 @@ from agentloop.values.capabilities import CONSTRAINTS, features_asked, features_
 from agentloop.values.sampling import LogprobsMode
 
 LOGPROB_TOLERANCE = 1e-3
-"""A logprob of a near-certain token may round to just above 0 in an engine's arithmetic."""
+"""The logprob of a near-certain token can round to slightly above 0 in an engine's arithmetic."""
 
 LOGPROB_SENTINEL = -9999.0
-"""What engines write where they have no logprob; anything at or below it is not one."""
+"""The value that engines write for a missing logprob. Values at or below it are not logprobs."""
 
 MAX_TOP_LOGPROBS = 20
-"""Alternatives a token; what vLLM gives without a change of its own limit, and the OpenAI API's."""
+"""Maximum alternatives per token: vLLM's default limit and the limit of the OpenAI API."""
 
 MAX_VOCAB_SIZE = 1 << 31
-"""Token ids are int32 wherever they are stored: the bound where the model's own is not known."""
+"""The limit of token ids if the model's vocabulary size is unknown: ids are stored as int32."""
 
 MIN_TEMPERATURE = 0.01
-"""The smallest above 0. vLLM samples at this one where it is asked for less, and a record would say otherwise."""
+"""The smallest temperature above 0. vLLM raises smaller values to this one, which would make the record wrong."""
 
 MAX_TEMPERATURE = 100.0
-MAX_CHAT_TEMPERATURE = 2.0  # as the OpenAI and Anthropic APIs have it
+MAX_CHAT_TEMPERATURE = 2.0  # the limit of the OpenAI and Anthropic APIs
 MAX_TOP_K = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
-MAX_CHAT_SEED = 1 << 62  # of choice 0: that of every other choice is larger
+MAX_CHAT_SEED = 1 << 62  # limit for choice 0: the seeds of the other choices are larger
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
@@ -56,7 +58,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
 def _are_below(bound: int, ids: tuple[int, ...]) -> bool:
-    """Tell if all ids are in [0, bound), in half the time that `min` and `max` take."""
+    """Return True if all ids are in [0, bound). Twice as fast as `min` and `max`."""
     try:
         packed = np.frombuffer(array("q", ids), np.int64)
     except OverflowError:
@@ -65,7 +67,7 @@ def _are_below(bound: int, ids: tuple[int, ...]) -> bool:
 
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:
-    """Raises InvalidRequest (naming the field) or ContextLengthExceeded if the engine cannot serve this request."""
+    """Raise InvalidRequest (naming the field) or ContextLengthExceeded if the engine cannot serve this request."""
     ids = request.token_ids
     if not ids:
         raise InvalidRequest("the prompt is empty", param="token_ids")
@@ -78,7 +80,10 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             param="token_ids",
         )
     if request.adapter and info.max_loras is None:
-        raise ModelNotFound(f"the engine ({info.name}) serves no adapters by name", param="model")
+        raise ModelNotFound(
+            f"unknown adapter {request.adapter!r}: the engine ({info.name}) does not serve adapters by name",
+            param="model",
+        )
     _check_images(request, info)
     start = request.sampling.score_from
     if start is not None and not 1 <= start < len(ids):
@@ -94,15 +99,21 @@ def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
     known, end = {image.sha256 for image in request.image_data}, 0
     for span in request.images:
         if not end <= span.start < span.end <= len(request.token_ids):
-            raise InvalidRequest(f"an image at tokens [{span.start}, {span.end}) after {end}", param="images")
+            raise InvalidRequest(
+                f"the image span [{span.start}, {span.end}) must be within [{end}, {len(request.token_ids)}), after"
+                " the previous image and inside the prompt",
+                param="images",
+            )
         if span.sha256 not in known:
             raise InvalidRequest(f"the image {span.sha256} did not come with the request", param="image_data")
         end = span.end
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int, *, features: int, engine: str) -> None:
-    """Check a request but for its prompt. `features` are the engine's, as `bits_of` makes them. Raises
-    InvalidRequest (naming the field), or UnsupportedParameter for a missing feature."""
+    """Validate the sampling options of a request. `features` are the engine's, as returned by `bits_of`.
+
+    Raises InvalidRequest (naming the field), and UnsupportedParameter for a missing feature.
+    """
     _check_numbers(sampling)
     _check_adjustments(sampling, vocab_size)
     _check_features(features_asked(sampling) & ~features, engine)
@@ -141,9 +152,14 @@ def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
             param="repetition_penalty",
         )
     if not 0 <= sampling.num_top_logprobs <= MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"num_top_logprobs is not in [0, {MAX_TOP_LOGPROBS}]", param="num_top_logprobs")
+        raise InvalidRequest(
+            f"num_top_logprobs is {sampling.num_top_logprobs}, not in [0, {MAX_TOP_LOGPROBS}]",
+            param="num_top_logprobs",
+        )
     if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
-        raise InvalidRequest(f"more than {MAX_LOGIT_BIASES} biases", param="logit_bias")
+        raise InvalidRequest(
+            f"logit_bias has {len(sampling.logit_bias)} token ids, more than {MAX_LOGIT_BIASES}", param="logit_bias"
+        )
     if len({token_id for token_id, _ in sampling.logit_bias}) != len(sampling.logit_bias):
         raise InvalidRequest("logit_bias has a token id twice", param="logit_bias")
     for token_id, bias in sampling.logit_bias:
@@ -156,9 +172,9 @@ def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
 def _check_features(missing: int, engine: str) -> None:
     for feature in features_of(missing):
         if feature in CONSTRAINTS:
-            reason = f"the engine ({engine}) cannot constrain what it samples by {feature}"
+            reason = f"the engine ({engine}) does not support constraints of kind {feature}"
         else:
-            reason = f"the engine ({engine}) has no {feature}{hint_of(feature)}"
+            reason = f"the engine ({engine}) does not support {feature}{hint_of(feature)}"
         raise UnsupportedParameter(reason, param=param_of(feature))
 
 
@@ -166,16 +182,20 @@ def _check_constraint(sampling: SamplingParams) -> None:
     if sampling.constraint is None:
         return
     if len(sampling.constraint.text) > MAX_CONSTRAINT_CHARS:
-        raise InvalidRequest(f"a constraint of more than {MAX_CONSTRAINT_CHARS} characters", param="constraint")
-    # What fits a constraint may be shorter than any number of tokens, and ends with a stop token only.
+        raise InvalidRequest(
+            f"the constraint has {len(sampling.constraint.text)} characters, more than {MAX_CONSTRAINT_CHARS}",
+            param="constraint",
+        )
+    # A matching text can be shorter than min_tokens, and only a stop token ends it.
     if sampling.min_tokens:
         raise InvalidRequest("min_tokens and a constraint exclude each other", param="min_tokens")
     if not sampling.stop_token_ids:
-        raise InvalidRequest("a constraint needs a stop token", param="stop_token_ids")
+        raise InvalidRequest("a constraint requires a stop token: stop_token_ids is empty", param="stop_token_ids")
 
 
 def room_tokens(request: GenerateRequest, info: EngineInfo) -> int:
-    """Return the tokens that a checked request may sample: `max_tokens`, or the rest of its context."""
+    """Return the number of tokens that a checked request may sample: `max_tokens`, limited by the rest of the
+    context."""
     return min(request.sampling.max_tokens, info.max_context_tokens - len(request.token_ids))
 
 
@@ -183,12 +203,13 @@ _MAY_BE_EMPTY = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.REPLACE
 
 
 def check_generation(request: GenerateRequest, generation: Generation, vocab_size: int) -> None:
-    """Raises MalformedEngineResponse if a generation cannot be the answer to `request`. It is never stored then."""
+    """Raise MalformedEngineResponse if a generation is not a valid answer to `request`. It must not be stored
+    then."""
     _raise(request, _answer_problem(request, generation) or _token_problem(request, generation, vocab_size))
 
 
 def check_piece(request: GenerateRequest, piece: Delta, vocab_size: int) -> None:
-    """Raises MalformedEngineResponse if a piece cannot be of an answer to `request`. A piece may be empty."""
+    """Raise MalformedEngineResponse if a piece cannot be part of an answer to `request`. A piece may be empty."""
     _raise(request, _token_problem(request, piece, vocab_size))
 
 
@@ -207,7 +228,7 @@ def _answer_problem(request: GenerateRequest, generation: Generation) -> str | N
         return f"it stopped at {ids[-1]}, which is not a stop token"
     start = request.sampling.score_from
     if start is not None and ids and (ids != request.token_ids[start:] or len(generation.weight_versions) > 1):
-        return "its scores are of other ids, or of several weight versions"
+        return "its scores are for other token ids than the prompt's, or have several weight versions"
     if ids and not 0 <= generation.cached_tokens <= len(request.token_ids):
         return f"{generation.cached_tokens} cached tokens of a prompt of {len(request.token_ids)}"
     return None
@@ -221,7 +242,7 @@ def _token_problem(request: GenerateRequest, piece: Delta | Generation, vocab_si
         return f"{len(ids)} tokens where {request.sampling.max_tokens} were allowed"
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         return f"a token id is outside [0, {vocab_size})"
-    # NaN compares false to everything, so it fails here too, as do both infinities.
+    # NaN fails here, too, because every comparison with it is False; so do both infinities.
     if not all(LOGPROB_SENTINEL < logprob <= LOGPROB_TOLERANCE for logprob in logprobs):
         return "a logprob is not a finite number <= 0"
     if len(piece.raw_logprobs) != (len(ids) if piece.logprobs_mode is LogprobsMode.BOTH else 0):
@@ -256,13 +277,13 @@ def _span_problem(piece: Delta | Generation) -> str | None:
 
 
 def check_checkpoint(directory: str) -> tuple[Path, ...]:
-    """Return the safetensors files of a folder, sorted, each with a header that parses and fits its file.
+    """Return the safetensors files of a folder in sorted order, after checking each header against its file's size.
 
-    Raises CheckpointUnreadable. Reads headers only, so it says nothing of the values.
+    Raises CheckpointUnreadable. Reads the headers only and does not check the values.
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise CheckpointUnreadable(f"{folder.name} is not a folder", param="directory")
+        raise CheckpointUnreadable(f"{folder.name} is not a folder that exists on this host", param="directory")
     files = tuple(sorted(folder.glob("*.safetensors")))
     if not files:
         raise CheckpointUnreadable(f"{folder.name} has no safetensors file", param="directory")
@@ -272,7 +293,10 @@ def check_checkpoint(directory: str) -> tuple[Path, ...]:
 
 
 def _check_header(path: Path) -> None:
-    """The format: 8 bytes little-endian header length, a JSON object of tensors, then their bytes."""
+    """Check the header of a safetensors file.
+
+    The format is 8 bytes with the header length (little-endian), a JSON object with the tensors, then their bytes.
+    """
     try:
         with path.open("rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little")
@@ -282,18 +306,22 @@ def _check_header(path: Path) -> None:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         file_bytes = path.stat().st_size
         if max(ends, default=0) != file_bytes - 8 - num_bytes:
-            raise CheckpointUnreadable(f"{path.name} is cut off or has bytes to spare", param="directory")
+            raise CheckpointUnreadable(
+                f"{path.name} has {file_bytes} bytes, but its header describes"
+                f" {8 + num_bytes + max(ends, default=0)}: the file is cut off or has extra bytes",
+                param="directory",
+            )
     except (OSError, orjson.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise CheckpointUnreadable(f"{path.name}: no safetensors header: {error}", param="directory") from error
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether `host` leads to this very machine. A host name other than localhost may lead anywhere."""
+    """Return True if `host` is localhost or a loopback address. Other host names can resolve to any machine."""
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_address(host: str) -> bool:
-    """Tell whether `host` is an IP address, not a name."""
+    """Return True if `host` is an IP address, not a host name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Our dataclasses as MessagePack, checked against their types on the way in. Never pickle.
+"""MessagePack encoding of dataclasses. Decoding validates the types. Pickle is never used.
 
-Arrays travel as `[dtype, bytes]`, one dimension. The encoding of 32k ids takes well under a millisecond.
+Arrays are encoded as `[dtype, bytes]` and have one dimension. Encoding 32k ids takes well under a millisecond.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentloop.errors import InvalidRequest
 T = TypeVar("T")
 
 MSGPACK = "application/msgpack"
-"""The media type of what `encode` writes."""
+"""The media type of the result of `encode`."""
 
 _DTYPES = {"<i4": np.int32, "<f4": np.float32, "|b1": np.bool_}
 
@@ -23,26 +23,27 @@ _DTYPES = {"<i4": np.int32, "<f4": np.float32, "|b1": np.bool_}
 def _to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.tobytes()]
-    raise TypeError(f"{type(value).__name__} has no wire form")
+    raise TypeError(f"values of type {type(value).__name__} cannot be encoded")
 
 
 def _from_wire(kind: Any, value: Any) -> Any:
     if (get_origin(kind) or kind) is np.ndarray:
         name, data = value
         return np.frombuffer(data, dtype=_DTYPES[name])
-    raise TypeError(f"{kind} has no wire form")
+    raise TypeError(f"values of type {kind} cannot be decoded")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 
 
 def encode(value: Any) -> bytes:
-    """Encode one of our dataclasses (or lists, tuples and dicts of them)."""
+    """Encode a dataclass, or lists, tuples and dicts of dataclasses, as MessagePack."""
     return _encoder.encode(value)
 
 
 def decode(data: bytes | bytearray, kind: type[T]) -> T:
-    """Decode the value of type `kind` that `data` holds. Raises InvalidRequest if it does not hold one."""
+    """Decode a value of type `kind` from MessagePack. Raises InvalidRequest if `data` does not contain such a
+    value."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
     except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
@@ -55,7 +56,7 @@ def to_builtins(value: Any) -> Any:
 
 
 def from_builtins(value: Any, kind: type[T]) -> T:
-    """Invert `to_builtins` for types without arrays. Raises InvalidRequest naming the field."""
+    """Convert the result of `to_builtins` to a type without arrays. Raises InvalidRequest naming the field."""
     try:
         return msgspec.convert(value, type=kind, strict=True)
     except msgspec.ValidationError as error:

@@ -1,7 +1,6 @@
-"""The ends of a trajectory, and whose failure each of them is.
+"""The reasons why trajectories end, and the party responsible for each failure.
 
-Limits and failures are data: every end has its own `StopReason`. `failure_of_end` is the one place that says whose
-failure an end is.
+Limits and failures are data: each has its own `StopReason`. Only `failure_of_end` attributes a failure to a party.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ class StopReason(StrEnum):
     """The reason why a trajectory ended. Limits and failures are data: each has its own member."""
 
     COMPLETED = "completed"  # the loop returned: for `tool_loop`, the policy answered without a tool call
-    MAX_TURNS = "max_turns"  # the last allowed turn still asked for tools
+    MAX_TURNS = "max_turns"  # the last allowed turn still called tools
     MAX_TOOL_CALLS_PER_TURN = "max_tool_calls_per_turn"  # one turn made too many calls
     MAX_TOOL_CALLS = "max_tool_calls"  # the trajectory made too many calls
     MAX_TOKENS_PER_TURN = "max_tokens_per_turn"  # one turn was cut by its token limit
-    MAX_SAMPLED_TOKENS = "max_sampled_tokens"  # the trajectory's budget of sampled tokens is spent
-    MAX_CONTEXT = "max_context"  # the next prompt does not fit the context
-    MALFORMED_CALL = "malformed_call"  # an agent session's last turn called a tool in a way that cannot be read
-    TOOL_RESPONSE_TOO_LONG = "tool_response_too_long"  # a tool answered more than allowed
-    DEADLINE = "deadline"  # the wall-clock budget is spent
+    MAX_SAMPLED_TOKENS = "max_sampled_tokens"  # the trajectory's budget of sampled tokens is exhausted
+    MAX_CONTEXT = "max_context"  # the next prompt does not fit into the context
+    MALFORMED_CALL = "malformed_call"  # the parser could not read a tool call in an agent session's last turn
+    TOOL_RESPONSE_TOO_LONG = "tool_response_too_long"  # a tool's response exceeded its limit
+    DEADLINE = "deadline"  # the wall-clock budget is exhausted
     CANCELLED = "cancelled"  # the client cancelled it
-    PROMPT_TOO_LONG = "prompt_too_long"  # the first prompt does not fit the context; nothing was sampled
+    PROMPT_TOO_LONG = "prompt_too_long"  # the first prompt does not fit into the context; nothing was sampled
     INVALID_TASK = "invalid_task"  # unknown loop, tool or reward; nothing was sampled
     ENGINE_FAILED = "engine_failed"  # no replica could finish a turn within the retry budget
     LOOP_FAILED = "loop_failed"  # the user's loop raised
-    TOOL_FAILED = "tool_failed"  # a tool could not be opened for it, or was lost with its state
-    STALE = "stale"  # stopped before its own end: older than its run allows, or its weight version is not served
+    TOOL_FAILED = "tool_failed"  # a tool could not be opened for the trajectory, or was lost with its state
+    STALE = "stale"  # stopped early: older than its run allows, or its weight version is no longer served
 
 
 FAILURES = frozenset(
@@ -40,24 +39,25 @@ FAILURES = frozenset(
         StopReason.PROMPT_TOO_LONG,
     }
 )
-"""Stop reasons of trajectories that never look trainable."""
+"""Stop reasons of trajectories that are never trainable."""
 
 _ENDS_OF_THEIR_OWN = {StopReason.COMPLETED, StopReason.MALFORMED_CALL, StopReason.CANCELLED}
 TRUNCATIONS = frozenset(StopReason) - FAILURES - _ENDS_OF_THEIR_OWN
-"""Stop reasons of trajectories that a limit cut: the policy had not ended them."""
+"""Stop reasons of trajectories that a limit cut before the policy had finished."""
 
 
 class FailureClass(StrEnum):
-    """Failures that end a trajectory, by the party at fault."""
+    """The party at fault for a failure that ended a trajectory."""
 
-    POLICY = "policy"  # it spent its budget, or wrote what cannot be read: an answer, and rewarded as one
-    TOOL = "tool"  # an environment was lost, answered too much, or took the time
+    POLICY = "policy"  # it exhausted its budget or wrote an unreadable call; the result is rewarded like an answer
+    TOOL = "tool"  # a tool was lost, returned too much, or used up the time
     INFRASTRUCTURE = "infrastructure"  # the service, the user's code around the policy, or the scoring; no reward
-    STALE = "stale"  # weight updates overtook it before its own end; no reward
+    STALE = "stale"  # weight updates overtook the trajectory before it had finished; no reward
 
 
 NOT_THE_POLICYS = frozenset({FailureClass.INFRASTRUCTURE, FailureClass.STALE})
-"""Failures that say nothing about the policy: they take the reward, the keep place, and the share in a baseline."""
+"""Failures that are independent of the policy: the trajectory has no reward, is not kept in its group, and does not
+count in a baseline."""
 
 
 _FAILURE_OF: dict[StopReason, FailureClass] = {
@@ -81,18 +81,18 @@ _FAILURE_OF: dict[StopReason, FailureClass] = {
 def failure_of_end(
     stop_reason: StopReason, *, is_complete: bool, has_no_score: bool, is_tools_time: bool
 ) -> FailureClass | None:
-    """Return the party whose failure an end is; None for completed and cancelled trajectories.
+    """Return the party at fault for a trajectory's end; None for completed and cancelled trajectories.
 
-    `is_complete` is false where a call was lost; `has_no_score` where scoring failed; `is_tools_time` where tools
-    took longer than the policy, which decides about a deadline.
+    `is_complete` is False if a call was lost, `has_no_score` is True if scoring failed, and `is_tools_time` is True
+    if tools took longer than the policy, which attributes a deadline.
     """
     if stop_reason is StopReason.CANCELLED:
         return None
-    found = _FAILURE_OF.get(stop_reason)
+    failure = _FAILURE_OF.get(stop_reason)
     if stop_reason in FAILURES or stop_reason is StopReason.STALE:
-        return found
+        return failure
     if not is_complete or has_no_score:
         return FailureClass.INFRASTRUCTURE
     if stop_reason is StopReason.DEADLINE:
         return FailureClass.TOOL if is_tools_time else FailureClass.POLICY
-    return found
+    return failure

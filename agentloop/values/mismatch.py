@@ -1,12 +1,13 @@
-"""The distance between recorded logprobs and a trainer's own, over arrays: the monitor of the behaviour policy.
+"""The mismatch between recorded logprobs and a trainer's logprobs, over arrays of sampled tokens.
 
-A token's ratio is w = exp(trainer - recorded): the recorded logprob is of the distribution that sampled the token,
-the trainer's is of the weights it computed with. Both are in nats, of sampled tokens only. Formulas:
+A token's ratio is w = exp(trainer - recorded): the recorded logprob is under the distribution that sampled the
+token, the trainer's is under the trainer's weights. Both are in nats. Formulas:
 
 - k3-KL, of the behaviour policy to the trainer's: the mean of w - 1 - log w, which is unbiased and never negative
   (J. Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html);
-- effective sample size as a share of N: (sum w)^2 / (N sum w^2) (L. Kish, "Survey Sampling", 1965); 1 is on-policy;
-- the share outside a clip range: w < 1 - low or w > 1 + high, as in PPO's objective (arXiv 1707.06347), with the
+- effective sample size as a fraction of N: (sum w)^2 / (N sum w^2) (L. Kish, "Survey Sampling", 1965); 1 is
+  on-policy;
+- the fraction outside a clip range: w < 1 - low or w > 1 + high, as in PPO's objective (arXiv 1707.06347), with the
   higher upper bound of DAPO (arXiv 2503.14476) by default.
 """
 
@@ -22,7 +23,7 @@ from agentloop.errors import InvalidRequest
 
 CLIP_RANGE = (0.2, 0.28)
 PERCENTILES = (1.0, 5.0, 50.0, 95.0, 99.0)
-MAX_LOG_RATIO = 60.0  # a log-ratio beyond it counts as this one: sums of squares stay finite
+MAX_LOG_RATIO = 60.0  # log-ratios are clipped to this, so that sums of squares stay finite
 MAX_K3 = 0.01
 MIN_ESS = 0.9
 
@@ -31,17 +32,17 @@ _log = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The distance over a number of tokens. Without tokens it is that of equal policies."""
+    """The mismatch over a number of tokens. Without tokens it has the values of equal policies."""
 
     num_tokens: int
-    mean_abs_diff: float  # of logprobs, in nats
+    mean_abs_diff: float  # difference of logprobs, in nats
     max_abs_diff: float
-    k3_kl: float  # in nats a token
-    ess: float  # a share, 0 to 1
+    k3_kl: float  # nats per token
+    ess: float  # fraction, 0 to 1
     max_ratio: float
-    ratio_percentiles: tuple[float, ...]  # at PERCENTILES
-    share_outside: float  # of the clip range
-    share_below_half: float  # ratios under 0.5: tokens that the trainer finds half as likely or less
+    ratio_percentiles: tuple[float, ...]  # for each of PERCENTILES
+    share_outside: float  # fraction of ratios outside the clip range
+    share_below_half: float  # fraction of ratios below 0.5: tokens that are at most half as likely for the trainer
 
 
 def mismatch(
@@ -51,10 +52,10 @@ def mismatch(
     *,
     clip_range: tuple[float, float] = CLIP_RANGE,
 ) -> Mismatch:
-    """Compare two arrays of logprobs of one shape, where `mask` is true; everywhere without one.
+    """Compare two arrays of logprobs of equal shape where `mask` is true; without a mask, everywhere.
 
-    `clip_range` is (low, high) around a ratio of 1. Raises InvalidRequest for shapes that differ, and for compared
-    numbers that are not finite.
+    `clip_range` is (low, high) around a ratio of 1. Raises InvalidRequest for different shapes, and for compared
+    values that are not finite.
     """
     log_ratio = _log_ratios(recorded, trainer, mask)
     if log_ratio.size == 0:
@@ -77,10 +78,10 @@ def mismatch(
 
 
 class MismatchMonitor:
-    """A trainer's watch over its batches: compares each, and warns in the log the first time that one is far off.
+    """Compares each batch of a trainer, and logs a warning for the first batch beyond a threshold.
 
-    The defaults let pass what training four versions behind costs (k3-KL up to 0.007 a step), and what bfloat16
-    does against float32 (below 0.0001); they catch a wrong version, other tokens, and another distribution.
+    The default thresholds accept the mismatch of training four versions behind (k3-KL up to 0.007 per step) and of
+    bfloat16 against float32 (below 0.0001). They detect wrong versions, wrong tokens and a wrong distribution.
     """
 
     def __init__(
@@ -99,42 +100,44 @@ class MismatchMonitor:
     def compare(
         self, recorded: npt.ArrayLike, trainer: npt.ArrayLike, mask: npt.ArrayLike | None = None
     ) -> Mismatch:
-        """Compare one batch: an array of each, or a list with one array for each row.
-
-        Raises as `mismatch`.
-        """
-        chosen = None if mask is None else _joined(mask)
-        found = mismatch(_joined(recorded), _joined(trainer), chosen, clip_range=self._clip_range)
+        """Compare one batch, given as arrays or as lists with one array per row. Raises the errors of
+        `mismatch`."""
+        selected = None if mask is None else _joined(mask)
+        result = mismatch(_joined(recorded), _joined(trainer), selected, clip_range=self._clip_range)
         self.num_batches += 1
-        if found.k3_kl > self._max_k3 or found.ess < self._min_ess:
+        if result.k3_kl > self._max_k3 or result.ess < self._min_ess:
             self.num_far_off += 1
             if self.num_far_off == 1:
                 _log.warning(
                     "trainer_logprobs_far_off",
-                    k3_kl=round(found.k3_kl, 6),
-                    ess=round(found.ess, 4),
-                    max_ratio=round(found.max_ratio, 3),
-                    num_tokens=found.num_tokens,
+                    k3_kl=round(result.k3_kl, 6),
+                    ess=round(result.ess, 4),
+                    max_ratio=round(result.max_ratio, 3),
+                    num_tokens=result.num_tokens,
                     batch=self.num_batches,
                     max_k3=self._max_k3,
                     min_ess=self._min_ess,
-                    check="agentloop check-logprobs RUN --model DIR tells versions, tokens and precision apart",
+                    check=(
+                        "run `agentloop check-logprobs RUN --model DIR` to find out if versions, tokens or"
+                        " precision differ"
+                    ),
                 )
-        return found
+        return result
 
 
 def _log_ratios(
     recorded: npt.ArrayLike, trainer: npt.ArrayLike, mask: npt.ArrayLike | None
 ) -> npt.NDArray[np.float64]:
-    """Return log w of the compared tokens, flat. Raises InvalidRequest."""
+    """Return log w of the compared tokens as a flat array. Raises InvalidRequest."""
     ours, theirs = np.asarray(recorded, np.float64), np.asarray(trainer, np.float64)
-    chosen = np.ones(ours.shape, np.bool_) if mask is None else np.asarray(mask).astype(np.bool_)
-    if not ours.shape == theirs.shape == chosen.shape:
-        shapes = f"{ours.shape}, {theirs.shape} and {chosen.shape}"
+    selected = np.ones(ours.shape, np.bool_) if mask is None else np.asarray(mask).astype(np.bool_)
+    if not ours.shape == theirs.shape == selected.shape:
+        shapes = f"{ours.shape}, {theirs.shape} and {selected.shape}"
         raise InvalidRequest(
-            f"recorded logprobs, the trainer's and the mask are of shapes {shapes}", param="trainer"
+            f"recorded logprobs, the trainer's logprobs and the mask must have equal shapes, not {shapes}",
+            param="trainer",
         )
-    ours, theirs = ours[chosen], theirs[chosen]
+    ours, theirs = ours[selected], theirs[selected]
     for name, values in (("recorded", ours), ("trainer", theirs)):
         if not np.isfinite(values).all():
             raise InvalidRequest(f"{name}: a compared logprob is not finite", param=name)
@@ -142,7 +145,7 @@ def _log_ratios(
 
 
 def _joined(rows: npt.ArrayLike) -> npt.ArrayLike:
-    """Return a batch as one array: rows of several lengths are put one behind the other."""
+    """Return a batch as one array; rows of different lengths are concatenated."""
     if not isinstance(rows, list | tuple):
         return rows
     parts = [np.asarray(row) for row in rows]

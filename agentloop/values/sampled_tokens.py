@@ -1,13 +1,12 @@
 """The accumulator of sampled tokens: ids, logprobs, raw logprobs, alternatives and weight versions grow together.
 
-Engines, the way to an engine and the turn sampler keep what was sampled in one of these and nowhere else.
-Invariants, checked as tokens come in (InvariantBroken otherwise): one logprob an id, all of one mode; a raw one too
-in mode BOTH; alternatives for every id or for none; version spans tile the ids, neighbours of one version are one
-span.
+Engines, engine clients and the turn sampler store sampled tokens only here. Invariants, checked when tokens are
+added (InvariantBroken otherwise): one logprob per id, all in the same mode; in mode BOTH also one raw logprob per
+id; alternatives for every id or for none; version spans tile the ids, and adjacent spans have different versions.
 
-An engine uses one of two ways to fill it. The simulator appends token by token, each with its version; an adapter
-whose engine keeps its own record of versions calls `extend` with what an output brings, and `set_spans` with all
-spans so far before it reads anything back.
+There are two ways to fill it. The simulator appends single tokens with their version. An adapter whose engine
+records versions itself calls `extend` with the tokens of an output, and `set_spans` with all spans so far before it
+reads.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from agentloop.values.sampling import LogprobsMode
 
 
 class SampledTokens:
-    """The tokens of one request or one turn so far. Only methods change its lists."""
+    """The tokens of a request or a turn so far. Callers must not modify its lists."""
 
     __slots__ = (
         "_firsts",
@@ -43,14 +42,14 @@ class SampledTokens:
     )
 
     def __init__(self, logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED) -> None:
-        """`logprobs_mode` is for an engine; who adds pieces takes theirs."""
+        """`logprobs_mode` is the engine's mode; `add` replaces it with the mode of the first piece."""
         self.logprobs_mode = logprobs_mode
         self.token_ids: list[int] = []
-        self.logprobs: list[float] = []  # nats, one an id
-        self.raw_logprobs: list[float] = []  # empty, or one an id
-        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []  # empty, or one an id
-        self._versions: list[int] = []  # of the spans
-        self._firsts: list[int] = []  # and their first tokens
+        self.logprobs: list[float] = []  # nats, one per id
+        self.raw_logprobs: list[float] = []  # empty, or one per id
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []  # empty, or one per id
+        self._versions: list[int] = []  # versions of the spans
+        self._firsts: list[int] = []  # index of each span's first token
         self._has_versions = True
 
     def __len__(self) -> int:
@@ -64,7 +63,8 @@ class SampledTokens:
         alternatives: tuple[tuple[int, float], ...] | None = None,
         raw_logprob: float | None = None,
     ) -> None:
-        """Append one token. `alternatives` are for every token of a request, or for none; so is `raw_logprob`."""
+        """Append one token. Give `alternatives` for every token of a request or for none; the same for
+        `raw_logprob`."""
         if not self._versions or self._versions[-1] != version:
             self._begin_span(version, len(self.token_ids))
         self.token_ids.append(token_id)
@@ -75,14 +75,16 @@ class SampledTokens:
             self.raw_logprobs.append(raw_logprob)
 
     def add(self, piece: Delta | Generation) -> None:
-        """Append the tokens of a piece, or of a whole generation; offsets of its spans are within it."""
+        """Append the tokens of a piece or of a complete generation. The offsets of its spans are relative to it."""
         start, spans = len(self.token_ids), piece.weight_versions
         if (problem := tiling_problem(spans, len(piece.token_ids))) is not None:
             raise InvariantBroken(problem)
         if not self.token_ids:
             self.logprobs_mode = piece.logprobs_mode
         elif piece.token_ids and piece.logprobs_mode is not self.logprobs_mode:
-            raise InvariantBroken(f"logprobs of mode {piece.logprobs_mode} after {self.logprobs_mode}")
+            raise InvariantBroken(
+                f"a piece has logprobs of mode {piece.logprobs_mode}, the tokens so far {self.logprobs_mode}"
+            )
         self._append_all(piece.token_ids, piece.logprobs, piece.top_logprobs, piece.raw_logprobs)
         for span in spans:
             self._begin_span(span.version, start + span.start)
@@ -94,12 +96,12 @@ class SampledTokens:
         tops: TopLogprobs = (),
         raw_logprobs: Sequence[float] = (),
     ) -> None:
-        """Append tokens whose versions are not known yet: `set_spans` follows before tokens are read back."""
+        """Append tokens whose versions are not known yet. Call `set_spans` before reading tokens."""
         self._append_all(token_ids, logprobs, tops, raw_logprobs)
         self._has_versions = self._has_versions and not token_ids
 
     def set_spans(self, spans: Iterable[WeightVersionSpan]) -> None:
-        """Replace the versions of all tokens so far by `spans`, which tile them."""
+        """Replace the versions of all tokens so far with `spans`, which must tile the tokens."""
         spans = tuple(spans)
         if (problem := tiling_problem(spans, len(self.token_ids))) is not None:
             raise InvariantBroken(problem)
@@ -108,7 +110,7 @@ class SampledTokens:
             self._begin_span(span.version, span.start)
 
     def cut(self, num_tokens: int) -> None:
-        """Drop the tokens behind the first `num_tokens`."""
+        """Keep only the first `num_tokens` tokens."""
         del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
         del self.top_logprobs[num_tokens:], self.raw_logprobs[num_tokens:]
         while self._firsts and self._firsts[-1] >= num_tokens:
@@ -116,19 +118,19 @@ class SampledTokens:
 
     @property
     def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        """The spans of all tokens."""
+        """The weight version spans of all tokens."""
         if not self._has_versions:
-            raise InvariantBroken("tokens whose weight versions were not told")
+            raise InvariantBroken("the weight versions of the last tokens are unknown: `set_spans` was not called")
         lasts = (*self._firsts[1:], len(self.token_ids))
         return tuple(map(WeightVersionSpan, self._versions, self._firsts, lasts))
 
     @property
     def newest_version(self) -> int | None:
-        """The version of the last token; None without any."""
+        """The weight version of the last token; None without tokens."""
         return self._versions[-1] if self._versions else None
 
     def since(self, start: int, end: int | None = None) -> Delta:
-        """Return tokens `[start, end)` as a piece; without `end`, all from `start` on."""
+        """Return tokens `[start, end)` as a piece; `end` defaults to the number of tokens."""
         stop = len(self.token_ids) if end is None else end
         return Delta(
             tuple(self.token_ids[start:stop]),
@@ -173,14 +175,14 @@ class SampledTokens:
         if len(logprobs) != num_tokens:
             raise InvariantBroken(f"{len(logprobs)} logprobs for {num_tokens} sampled ids")
         if tops and len(tops) != num_tokens:
-            raise InvariantBroken(f"alternatives of {len(tops)} tokens for {num_tokens} sampled ids")
+            raise InvariantBroken(f"alternatives for {len(tops)} tokens, but {num_tokens} sampled ids")
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.top_logprobs.extend(tops)
         self.raw_logprobs.extend(raw_logprobs)
 
     def _begin_span(self, version: int, first: int) -> None:
-        """Note that tokens from `first` on are of `version`."""
+        """Start a span at token `first`, unless the last span has the same version."""
         if not self._versions or self._versions[-1] != version:
             self._versions.append(version)
             self._firsts.append(first)

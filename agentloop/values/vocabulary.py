@@ -1,7 +1,8 @@
-"""A model folder's tokenizer: its tokenizer.json, or what transformers converts of a vocabulary as published.
+"""A model folder's tokenizer: its tokenizer.json, or a conversion by transformers of the published vocabulary.
 
-`tekken.json` is Mistral's, with a chat template by mistral-common; `tiktoken.model` is Kimi's and others', whose
-pattern stands in the folder's own code. That is read, never run. A token at another id than declared is refused.
+`tekken.json` is Mistral's format, with a chat template from mistral-common. `tiktoken.model` is used by Kimi and
+others; its pattern is read from the folder's Python code, which is parsed and never executed. A token whose id
+differs from the declared id is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TIKTOKEN_CONVERTER = "transformers.convert_slow_tokenizer:TikTokenConverter"
 
 
 def read_json(path: Path) -> dict[str, JSON]:
-    """Return the JSON object of a file, `{}` if it is absent. Raises TemplateError if it cannot be read."""
+    """Return the JSON object in a file; `{}` if the file is missing. Raises TemplateError if it cannot be read."""
     try:
         value = orjson.loads(path.read_bytes())
     except FileNotFoundError:
@@ -39,26 +40,28 @@ def read_json(path: Path) -> dict[str, JSON]:
 
 
 def tokenizer_json(folder: Path) -> bytes:
-    """Return the tokenizer of a model folder as its tokenizer.json has it. Raises TemplateError."""
+    """Return the tokenizer of a model folder in the format of tokenizer.json. Raises TemplateError."""
     path = folder / "tokenizer.json"
     if path.is_file():
         return path.read_bytes()
     for name, convert in _CONVERTERS.items():
         if (folder / name).is_file():
             return cast(Tokenizer, _made(folder / name, convert)).to_str().encode()
-    raise TemplateError(f"{path}: no such file, nor {' or '.join(_CONVERTERS)}, of which a tokenizer is made")
+    raise TemplateError(
+        f"{path} does not exist, and the folder has no {' or '.join(_CONVERTERS)} from which it could be converted"
+    )
 
 
 def tekken_template(folder: Path) -> str | None:
-    """Return the chat template that mistral-common has for a folder's tekken.json; None without one."""
+    """Return mistral-common's chat template for a folder's tekken.json; None if the folder has no tekken.json."""
     path = folder / TEKKEN
-    return cast(str, _made(path, lambda one: _function(_TEMPLATE_OF)(str(one)))) if path.is_file() else None
+    return cast(str, _made(path, lambda file: _function(_TEMPLATE_OF)(str(file)))) if path.is_file() else None
 
 
 def _made(path: Path, make: Callable[[Path], Any]) -> Any:
     try:
         return make(path)
-    except Exception as error:  # foreign code on a foreign file, or none that is installed
+    except Exception as error:  # third-party code, which can raise anything or be missing
         raise TemplateError(f"{path}: {error or type(error).__name__}") from error
 
 
@@ -74,20 +77,23 @@ def _of_tiktoken(path: Path) -> Tokenizer:
     declared = read_json(path.parent / "tokenizer_config.json").get("added_tokens_decoder") or {}
     added = {int(number): token for number, token in declared.items()}
     pattern = _pattern(path.parent)
-    given = {} if pattern is None else {"pattern": pattern}
-    tokenizer = cast(Tokenizer, _function(_TIKTOKEN_CONVERTER)(vocab_file=str(path), **given).converted())
+    options = {} if pattern is None else {"pattern": pattern}
+    tokenizer = cast(Tokenizer, _function(_TIKTOKEN_CONVERTER)(vocab_file=str(path), **options).converted())
     for number in range(tokenizer.get_vocab_size(), max(added, default=-1) + 1):
         token = added.get(number, {"content": f"<|reserved_token_{number}|>"})
         special = token.get("special", True)
         tokenizer.add_tokens([AddedToken(token["content"], special=special, normalized=False)])
     for number, token in added.items():
         if tokenizer.token_to_id(token["content"]) != number:
-            raise TemplateError(f"{token['content']!r} cannot have the id {number} that is declared")
+            raise TemplateError(
+                f"{path}: the token {token['content']!r} is declared with id {number}, but its id is"
+                f" {tokenizer.token_to_id(token['content'])}"
+            )
     return tokenizer
 
 
 def _pattern(folder: Path) -> str | None:
-    """Return the pattern that a folder's own tokenizer code assigns to `pat_str`; None if it has none."""
+    """Return the pattern that the folder's tokenizer code assigns to `pat_str`; None if there is no assignment."""
     for file in sorted(folder.glob("tokenization*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assign) and "pat_str" in ast.unparse(node.targets[0]).lower():

@@ -1,1 +1,1 @@
-"""The HTTP dialects and control verbs of vLLM's and SGLang's own servers."""
+"""The HTTP dialects and control routes of vLLM's and SGLang's own servers."""

@@ -1,4 +1,4 @@
-"""The part's registration: its routes, and SGLang's form of the body of `POST /generate`."""
+"""Registration of this package's routes, and of SGLang's dialect of `POST /generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentloop_servers.ingress.routes import GenerateDialect, RouteContext
 
 
 def contracts(context: RouteContext) -> APIRouter:
-    """Return the routes of both dialects; a service without an endpoint for agents has none of them."""
+    """Return the routes of both dialects; no routes for a service without an endpoint for agents."""
     router = APIRouter()
     endpoint, token_calls, keys = context.endpoint, context.token_calls, context.keys
     if endpoint is None or token_calls is None:

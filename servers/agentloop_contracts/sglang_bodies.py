@@ -1,12 +1,12 @@
-"""SGLang's native route, `POST /generate` with `input_ids` or `text`: a body to `ChatCall`s, replies to answers.
+"""SGLang's native route, `POST /generate` with `input_ids` or `text`: conversion of bodies and responses.
 
-The wire is that of SGLang 0.5 (`GenerateReqInput`, `SamplingParams`, and what its tokenizer manager answers), with
-two differences. Fields that SGLang does not have are refused by name, as everywhere here, and so are those that it
-has and this service does not, unless they ask for nothing. And a batch has one set of options: a list of equal ones
-is taken, one of options that differ refused.
+The wire format is that of SGLang 0.5 (`GenerateReqInput`, `SamplingParams`, and the responses of its tokenizer
+manager), with two differences. Unknown fields are rejected by name, and so are SGLang fields that this service does
+not support, unless they have their default value. A batch has one set of options: a list of equal options is
+accepted, a list of different options is rejected.
 
-A text is that of the ids without the stop token and from a stop string on (`no_stop_trim`), and without special
-tokens (`skip_special_tokens`); ids are always all that were sampled. Weight versions are text.
+The text of a response omits the stop token, the text from a stop string on (`no_stop_trim`) and special tokens
+(`skip_special_tokens`); the ids are all sampled tokens. Weight versions are strings.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_BATCH = 1024
 MAX_RID_CHARS = 256
 _DEFAULT_NEW_TOKENS = 128
 
-_PARAMS = {"min_tokens": "min_new_tokens"}  # of errors
+_PARAMS = {"min_tokens": "min_new_tokens"}  # SGLang's names for the `param` of errors
 
 
 _ONE_ANSWER = {
@@ -60,19 +60,19 @@ _ONE_ANSWER = {
     },
 }
 ANSWER_SCHEMA = {"anyOf": [_ONE_ANSWER, {"type": "array", "items": _ONE_ANSWER}]}
-"""The JSON schema of the answer: a list for a batch, or for several samples."""
+"""The JSON schema of the response: a list for a batch or for several samples."""
 
 
 def _one_for_all(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, list):
         return value
     if any(item != value[0] for item in value[1:]):
-        raise unsupported(f"`{info.field_name}` that differs within a batch is not supported")
+        raise unsupported(f"different values of `{info.field_name}` within a batch are not supported")
     return value[0] if value else None
 
 
 _Shared = BeforeValidator(_one_for_all)
-"""Annotates an option of a batch that may be written once for each of its prompts."""
+"""Annotates an option of a batch that clients may repeat for each prompt."""
 
 
 class SglangSampling(ChoiceFields):
@@ -108,7 +108,7 @@ def _by_depth(value: Any) -> str:
 class SglangBody(Body):
     """The body of `POST /generate` in SGLang's dialect: one prompt or a batch, as ids or as text.
 
-    `extra_key` is accepted and not used: which KV a request may use is the weight update's to say (`kv_policy`).
+    `extra_key` is accepted and ignored: `kv_policy` determines which KV a request can use.
     """
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["input_ids"]}, {"required": ["text"]}]})
@@ -151,12 +151,12 @@ class SglangBody(Body):
 
     audio_data: Refused = None
     custom_logit_processor: Refused = None
-    image_data: Annotated[Json, refused(hint=": images come with chat completions")] = None
+    image_data: Annotated[Json, refused(hint=": send images with chat completions")] = None
     input_embeds: Refused = None
     priority: Annotated[Json, refused(unless=0)] = None
     return_hidden_states: Refused = None
     return_indexer_topk: Refused = None
-    return_routed_experts: Annotated[Json, refused(hint=": the engines do not tell them")] = None
+    return_routed_experts: Annotated[Json, refused(hint=": the engines do not return them")] = None
     return_sampling_mask: Refused = None
     session_params: Refused = None
     token_ids_logprob: Annotated[Json, refused(), _Shared] = None
@@ -169,52 +169,59 @@ class SglangBody(Body):
         if isinstance(self.rid, list) and (
             len(set(self.rid)) != len(self.rid) or len(self.rid) != self.num_prompts
         ):
-            raise InvalidRequest("rid has one name for each prompt, each once", param="rid")
+            raise InvalidRequest(
+                f"rid must have one unique name for each of the {self.num_prompts} prompts: it has {len(self.rid)},"
+                f" of which {len(set(self.rid))} differ",
+                param="rid",
+            )
         if self.sampling_params.max_tokens == 0 and self.scores_after is None:
             raise InvalidRequest(
-                "nothing is sampled, and no scores are asked for by return_logprob and logprob_start_len",
+                "max_new_tokens 0 requires scores of the prompt: set return_logprob and logprob_start_len, or a"
+                " larger max_new_tokens",
                 param="sampling_params.max_new_tokens",
             )
         if self.stream and self.scores_after is not None:
-            raise UnsupportedParameter("scores of prompts are not streamed", param="logprob_start_len")
+            raise UnsupportedParameter(
+                "prompt scores cannot be streamed: remove stream, or logprob_start_len", param="logprob_start_len"
+            )
         return self
 
     @property
     def scores_after(self) -> int | None:
-        """The place in each prompt behind which its own tokens are scored; None if they are not."""
+        """The index in each prompt after which the prompt's tokens are scored; None if they are not scored."""
         start = self.logprob_start_len
         return start if self.return_logprob and start is not None and start >= 0 else None
 
     @property
     def num_top(self) -> int:
-        """The alternatives beside each token."""
+        """The number of alternatives for each token."""
         return self.top_logprobs_num or 0 if self.return_logprob else 0
 
     @property
     def is_batch(self) -> bool:
-        """True if the answer is a list, whatever the number of choices."""
+        """True if the prompts are a list; the response is then a list for any number of choices."""
         return isinstance(self.text, list) or _by_depth(self.input_ids) == "~batch"
 
     @property
     def num_prompts(self) -> int:
-        """The prompts of the batch; 1 without one."""
+        """The number of prompts in the batch; 1 for a single prompt."""
         prompts = self.text if self.input_ids is None else self.input_ids
         return len(prompts) if self.is_batch and prompts is not None else 1
 
     @property
     def num_choices(self) -> int:
-        """The answers to each prompt."""
+        """The number of samples for each prompt."""
         return self.sampling_params.n or 1
 
     def rids(self, default: str) -> list[str]:
-        """Return a name for each prompt."""
+        """Return a request name for each prompt, made from `default` if the body has none."""
         if isinstance(self.rid, list):
             return self.rid
         name = self.rid or default
         return [f"{name}_{index}" for index in range(self.num_prompts)] if self.is_batch else [name]
 
     def prompts(self, tokens: TokenText) -> list[tuple[int, ...]]:
-        """Return the ids of each prompt, in time linear in its text."""
+        """Return the token ids of each prompt. Tokenizing takes time linear in the text."""
         if self.input_ids is not None:
             batch: Any = self.input_ids if self.is_batch else [self.input_ids]
             return list(map(tuple, batch))
@@ -223,16 +230,16 @@ class SglangBody(Body):
 
 
 def error_body(error: AgentLoopError) -> Answer:
-    """Return the body of an error answer: SGLang's, with the facts that this service's errors have."""
+    """Return an error body in SGLang's format, with `retryable` and the fields of this service's errors."""
     wire = error.to_wire()
     return {"error": {**wire["error"], "retryable": error.retryable}}
 
 
 def to_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
-    """Return the call of one prompt. Raises InvalidRequest naming a field of the body."""
-    given = body.sampling_params
+    """Return the call that samples one prompt. Raises InvalidRequest naming a field of the body."""
+    params = body.sampling_params
     try:
-        sampling = sampling_of(given, given.max_tokens, model.vocab_size, body.num_top)
+        sampling = sampling_of(params, params.max_tokens, model.vocab_size, body.num_top)
     except InvalidRequest as error:
         name = _PARAMS.get(error.param or "", error.param)
         raise type(error)(error.message, param=f"sampling_params.{name}") from error
@@ -242,15 +249,15 @@ def to_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> 
         messages=(),
         prompt_ids=prompt_ids,
         sampling=sampling,
-        max_tokens=given.max_tokens,
+        max_tokens=params.max_tokens,
         num_choices=body.num_choices,
-        stop=stops_of(given),
+        stop=stops_of(params),
         timeout_s=model.timeout_s,
     )
 
 
 def prompt_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall | None:
-    """Return the call that scores a prompt, if the body asks for that and there is a token to score."""
+    """Return the call that scores a prompt; None if the body requests no scores or there is no token to score."""
     if body.scores_after is None:
         return None
     start, demand = body.scores_after + 1, body.weight_version
@@ -258,7 +265,7 @@ def prompt_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel)
 
 
 def unsampled(score: Generation | None) -> Reply:
-    """Return the reply of a call that samples nothing, as the scores of its prompt ended."""
+    """Return the reply of a call that only scores its prompt, with the finish reason of the score."""
     nothing, reason = np.empty(0, np.float32), FinishReason.LENGTH if score is None else score.finish_reason
     cached = 0 if score is None else score.cached_tokens
     return Reply(
@@ -266,12 +273,12 @@ def unsampled(score: Generation | None) -> Reply:
     )
 
 
-# --- answers ----------------------------------------------------------------------------------------------
+# Responses
 
 
 @dataclass(slots=True)
 class ShownChoice:
-    """A choice of a stream: its tokens and its text so far."""
+    """A choice of a streamed call, with its tokens and text so far."""
 
     decoder: TextDecoder
     sampled: SampledTokens = field(default_factory=SampledTokens)
@@ -279,7 +286,7 @@ class ShownChoice:
 
 
 class SglangWriter:
-    """The writer of the answers to one body."""
+    """Formats the responses to one body."""
 
     def __init__(self, body: SglangBody, tokens: TokenText, texts: TokenTexts) -> None:
         self._body = body
@@ -290,7 +297,7 @@ class SglangWriter:
         )
 
     def whole(self, rid: str, num_prompt: int, reply: Reply, served: int | None, latency_s: float) -> Answer:
-        """Return the answer that is a reply. `served` is the version of one without tokens."""
+        """Return the complete response for a reply. `served` is the weight version for a reply without tokens."""
         ids = reply.token_ids.tolist()
         answer = self._answer(rid, num_prompt, reply, ids, self.text_of(reply, ids), served)
         facts = {"finish_reason": finish_reason(reply, ids), "cached_tokens": reply.cached_tokens}
@@ -298,7 +305,7 @@ class SglangWriter:
         return answer
 
     def add_scores(self, answer: Answer, prompt_ids: Sequence[int], score: Generation | None) -> None:
-        """Add the prompt's own logprobs to an answer, if the body asks for them: the first is null."""
+        """Add the prompt's logprobs to a response, if the body requests them. The first token has none (null)."""
         after = self._body.scores_after
         if after is None:
             return
@@ -313,31 +320,31 @@ class SglangWriter:
             meta |= {} if answer["output_ids"] else {"weight_version": version, "weight_version_end": version}
         meta["input_token_logprobs"] = list(map(self._entry, ids, logprobs))
         if self._body.num_top:
-            meta["input_top_logprobs"] = [None, *([self._entry(*one) for one in row] for row in rows)]
+            meta["input_top_logprobs"] = [None, *([self._entry(*pair) for pair in row] for row in rows)]
 
     def text_of(self, reply: Reply, ids: list[int]) -> str:
-        """Return a reply's text as the body asks for it."""
+        """Return a reply's text, without stop texts and special tokens unless the body requests them."""
         is_trimmed = not self._body.sampling_params.no_stop_trim
         if is_trimmed and reply.finish_reason is FinishReason.STOP and not reply.stop_text:
             ids = ids[:-1]
         text = self._tokens.decode([token_id for token_id in ids if token_id not in self._hidden])
-        found = text.find(reply.stop_text) if reply.stop_text else -1
-        if found < 0:
+        stop_at = text.find(reply.stop_text) if reply.stop_text else -1
+        if stop_at < 0:
             return text
-        return text[:found] if is_trimmed else text[: found + len(reply.stop_text)]
+        return text[:stop_at] if is_trimmed else text[: stop_at + len(reply.stop_text)]
 
     def shown(self) -> ShownChoice:
-        """Begin a choice of a stream."""
+        """Return a new choice of a streamed call."""
         return ShownChoice(self._tokens.decoder())
 
     def add(self, choice: ShownChoice, piece: TurnPiece) -> None:
-        """Add the next piece to a choice."""
+        """Append the next piece to a choice."""
         ids, spans = piece.token_ids, piece.weight_versions
         choice.sampled.add(Delta(ids, piece.logprobs, spans, piece.top_logprobs))
         choice.text += choice.decoder.add([token_id for token_id in ids if token_id not in self._hidden]).text
 
     def part(self, rid: str, num_prompt: int, choice: ShownChoice) -> Answer:
-        """Return a chunk: all that a choice has so far."""
+        """Return a chunk, which has all tokens and text of a choice so far."""
         sampled = choice.sampled
         answer = self._answer(rid, num_prompt, sampled, sampled.token_ids, choice.text, None)
         answer["meta_info"] |= {"finish_reason": None, "cached_tokens": 0}
@@ -368,7 +375,7 @@ class SglangWriter:
             meta["output_token_logprobs"] = list(map(self._entry, ids, map(float, sampled.logprobs)))
             meta["output_token_logprobs_length"] = len(ids)
             if self._body.top_logprobs_num:
-                meta["output_top_logprobs"] = [[self._entry(*one) for one in row] for row in sampled.top_logprobs]
+                meta["output_top_logprobs"] = [[self._entry(*pair) for pair in row] for row in sampled.top_logprobs]
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
     def _entry(self, token_id: int, logprob: float | None) -> tuple[float | None, int, str | None]:
@@ -376,7 +383,7 @@ class SglangWriter:
 
 
 def finish_reason(reply: Reply, ids: Sequence[int]) -> Answer:
-    """Return the reason why a reply ended, as SGLang writes it."""
+    """Return a reply's finish reason in SGLang's format."""
     if reply.finish_reason is FinishReason.LENGTH:
         return {"type": "length", "length": len(ids)}
     if reply.finish_reason is FinishReason.STOP:

@@ -1,8 +1,8 @@
-"""Calls of SGLang's dialect: `POST /generate` with its fields, and the routes that count them and end them early.
+"""Calls of SGLang's dialect: `POST /generate`, and the routes that count and abort them.
 
-Ownership: the table of this process's open calls. They are unrecorded, as those of vLLM's token route, and run
-under the same leases: the header `X-SMG-Routing-Key` names calls that share one. What an abort or an engine's pause
-cuts ends with the tokens that it has, where calls of the other dialects go on: trainers put partial samples back.
+Owns the table of this process's open calls. Like vLLM's token route, calls are not recorded and use leases; calls
+with the same `X-SMG-Routing-Key` header share a lease. After an abort or an engine's pause, a call ends with the
+tokens sampled so far, because trainers resume partial samples themselves; calls of other dialects continue.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ ROUTING_HEADER = "x-smg-routing-key"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenCall:
-    """A prompt that is being sampled, with a switch for each of its choices."""
+    """A prompt that is being sampled, with an abort switch for each choice."""
 
     rid: str
     owner: str
     chat_call: ChatCall
     score_call: ChatCall | None
-    place: int  # in its batch
+    place: int  # index in its batch
     switches: tuple[AbortSwitch, ...]
 
     @property
@@ -67,7 +67,7 @@ class _OpenCall:
 
 
 class AbortBody(Body):
-    """The body of `POST /abort_request`: the name of a request, or all of the caller's."""
+    """The body of `POST /abort_request`: the name of a request, or all requests of the caller."""
 
     rid: str | None = Field(default=None, max_length=MAX_RID_CHARS)
     abort_all: bool = False
@@ -76,7 +76,7 @@ class AbortBody(Body):
     @model_validator(mode="after")
     def _names_something(self) -> Self:
         if not (self.rid or self.abort_all):
-            raise InvalidRequest("give a rid, or abort_all", param="rid")
+            raise InvalidRequest("the body names no request: give a rid, or set abort_all", param="rid")
         return self
 
 
@@ -84,7 +84,7 @@ Abort = Annotated[AbortBody, Depends(json_body(AbortBody, read_body))]
 
 
 class SglangCalls:
-    """The dialect's calls of one process."""
+    """The calls of SGLang's dialect in one process."""
 
     def __init__(self, endpoint: Endpoint, token_calls: TokenCalls) -> None:
         self._endpoint = endpoint
@@ -93,11 +93,14 @@ class SglangCalls:
         self._open: set[_OpenCall] = set()
 
     async def generate(self, request: Request, body: SglangBody) -> Response:
-        """Sample a prompt or a batch: whole, or with `stream` as events that have all that there is so far."""
+        """Sample a prompt or a batch. With `stream`, each event has all tokens and text so far."""
         request.scope["state"]["envelope"] = sglang_bodies.error_body
         endpoint, caller = self._endpoint, caller_of(request)
         if caller.session_id is not None:
-            raise UnsupportedParameter("this form of the call is in no session's record", param="input_ids")
+            raise UnsupportedParameter(
+                "calls in SGLang's dialect cannot be recorded in a session: use a user key, not a session key",
+                param="input_ids",
+            )
         if body.lora_path is not None:
             await call_adapter(request, endpoint, body.lora_path)
         affinity = affinity_of(request, endpoint, request.headers.getlist(ROUTING_HEADER), ROUTING_HEADER)
@@ -106,10 +109,10 @@ class SglangCalls:
         calls = []
         for place, (rid, prompt) in enumerate(zip(body.rids(uuid.uuid4().hex), prompts, strict=True)):
             call = bounded(request, sglang_bodies.to_call(body, prompt, endpoint.chat_model))
-            asked = sglang_bodies.prompt_call(body, prompt, endpoint.chat_model)
-            scored = None if asked is None else bounded(request, asked)
+            unbounded = sglang_bodies.prompt_call(body, prompt, endpoint.chat_model)
+            score_call = None if unbounded is None else bounded(request, unbounded)
             switches = tuple(AbortSwitch() for _ in range(body.num_choices))
-            calls.append(_OpenCall(rid, caller.owner, call, scored, place, switches))
+            calls.append(_OpenCall(rid, caller.owner, call, score_call, place, switches))
         check_num_scores([call.score_call for call in calls if call.score_call is not None], "logprob_start_len")
         writer = SglangWriter(body, endpoint.renderer, self._texts)
         if body.stream:
@@ -133,7 +136,8 @@ class SglangCalls:
         return await json_of_replies([part for pair in sampled for part in pair if part is not None], render)
 
     def router(self, keys: Keys) -> APIRouter:
-        """Return the routes beside `/generate`. A user's key reaches the user's own calls, an admin's all."""
+        """Return the routes other than `/generate`. A user key gives access to the user's own calls, an admin key
+        to all."""
         router = APIRouter(
             dependencies=[Depends(keys.require_user), Depends(speaks(sglang_bodies.error_body))],
             responses={**errors(), **OBJECT},
@@ -141,16 +145,16 @@ class SglangCalls:
         )
 
         async def abort_request(request: Request, body: Abort) -> Response:
-            """End running calls with the tokens that they have, in every process."""
+            """End running calls in every process; they return the tokens sampled so far."""
             rid = None if body.abort_all else body.rid
             return json_response({"num_aborted": await self.abort(request, keys.sees(request), rid)})
 
         async def loads(request: Request) -> Response:
-            """Count the open calls of the dialect, for each process: trainers abort until there is none."""
+            """Count the open calls of SGLang's dialect per process. Trainers abort until none is left."""
             return json_response({"loads": await self._loads(request, keys.sees(request))})
 
         async def workers(request: Request) -> Response:
-            """List the servers behind this one, as SGLang's router does: it is the one that there is to call."""
+            """List the workers in the format of SGLang's router: this service is the only one."""
             url = self._endpoint.public_url or str(request.base_url).rstrip("/")
             return json_response(
                 {"workers": [{"id": url, "url": url, "worker_type": "regular", "is_healthy": True}]}
@@ -162,19 +166,19 @@ class SglangCalls:
         return router
 
     async def abort(self, request: Request, names: Sequence[str] | None, rid: str | None) -> int:
-        """End what these users (None: all) have open under a name (None: any), also in the other processes.
+        """End the open calls of these users (None: all users) with a request name (None: all), in every process.
 
-        The name is that of a body, of a prompt in its batch, or of a choice. Returns how many choices ended here.
-        Raises ServiceUnavailable for a process that does not answer.
+        `rid` is the name of a body, of a prompt in its batch, or of a choice. Returns the number of choices ended
+        in this process. Raises ServiceUnavailable if another process does not respond.
         """
-        found = [
+        switches = [
             switch
             for name, switch in self._choices(names)
             if rid is None or name == rid or name.startswith(f"{rid}_")
         ]
-        await asyncio.gather(*(switch.throw() for switch in found))
+        await asyncio.gather(*(switch.throw() for switch in switches))
         await self._ask_others(request)
-        return len(found)
+        return len(switches)
 
     async def _loads(self, request: Request, names: Sequence[str] | None) -> list[dict[str, int]]:
         rank = 0 if self._endpoint.shards is None else self._endpoint.shards.rank
@@ -197,13 +201,15 @@ class SglangCalls:
         affinity: str | None,
         show: Callable[[_OpenCall, int, TurnPiece | Reply], None] | None = None,
     ) -> list[tuple[Generation | None, Reply]]:
-        """Return each choice's reply, with the scores of its prompt if they were asked for."""
+        """Return each choice's reply, with the scores of its prompt if the body requests them."""
 
         async def sample(call: _OpenCall) -> list[tuple[Generation | None, Reply]]:
             param = "text" if body.input_ids is None else "input_ids"
             shared, score, switches = (affinity, call.owner), None, call.switches
-            if (asked := call.score_call) is not None:
-                score = await self._token_calls.score(asked, *shared, prompt_param=param, switch=switches[0])
+            if call.score_call is not None:
+                score = await self._token_calls.score(
+                    call.score_call, *shared, prompt_param=param, switch=switches[0]
+                )
             if body.sampling_params.max_tokens == 0:
                 return [(score, sglang_bodies.unsampled(score))] * len(switches)
             replies = await self._token_calls.sample(
@@ -218,12 +224,12 @@ class SglangCalls:
         return [answer for choices in await side_by_side(list(map(sample, calls))) for answer in choices]
 
     async def _served(self, replies: Sequence[Reply]) -> int | None:
-        """Return the served version, if a reply has no token that tells one."""
+        """Return the served version if a reply has no tokens, which would have a version; otherwise None."""
         return None if all(map(_has_tokens, replies)) else await self._endpoint.weight_version()
 
     @contextmanager
     def _opened(self, calls: Sequence[_OpenCall]) -> Iterator[None]:
-        """Hold a place for each prompt, in which it may be aborted. Raises Overloaded."""
+        """Hold a call slot for each prompt, and register the prompt for aborts. Raises Overloaded."""
         with ExitStack() as places:
             for call in calls:
                 places.enter_context(self._endpoint.hold_call_place(call.owner))
@@ -234,15 +240,15 @@ class SglangCalls:
     async def _events(
         self, body: SglangBody, calls: Sequence[_OpenCall], affinity: str | None, writer: SglangWriter
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a chunk for each choice that has something new, as often as the client takes one."""
+        """Yield a chunk for each choice with new tokens. A slow client gets fewer chunks with more tokens each."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         begun_at, choices = loop.time(), dict[tuple[_OpenCall, int], ShownChoice]()
-        fresh: dict[tuple[_OpenCall, int], Reply | None] = {}  # the choices with news, and the replies that ended
+        fresh: dict[tuple[_OpenCall, int], Reply | None] = {}  # choices with new tokens, and the reply if finished
 
         def show(call: _OpenCall, index: int, item: TurnPiece | Reply) -> None:
             if isinstance(item, Reply):
                 fresh[call, index] = item
-            elif item.finish is None:  # the last piece stands in the reply
+            elif item.finish is None:  # the reply contains the last piece
                 writer.add(choices.setdefault((call, index), writer.shown()), item)
                 fresh[call, index] = None
             news.set()

@@ -1,8 +1,8 @@
-"""The control verbs of SGLang's server, as slime and Miles call them: pause, weights, memory, facts of the server.
+"""The control routes of SGLang's server for slime and Miles: pause, weights, memory, and server information.
 
-The paths, bodies and answers are those of SGLang 0.5 (`entrypoints/http_server.py`). Each does what the admin route
-of the same purpose does, on the whole fleet, and needs the admin key as that does. A verb that fails says `success:
-false` beside its error. `docs/guides/contracts.md` says what differs.
+Paths, bodies and responses are those of SGLang 0.5 (`entrypoints/http_server.py`). Each route applies the
+corresponding admin route to the complete fleet and requires the admin key. A failure returns `success: false` in
+addition to its error. `docs/guides/contracts.md` lists the differences.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from agentloop_servers.http.responses import json_response
 from agentloop_servers.ingress.admin import AdminRoutes
 
 REFUSED = {
-    "/update_weights_from_tensor": "handles of GPU memory are not taken; push with `RolloutClient.update_weights`",
+    "/update_weights_from_tensor": "GPU memory handles are not supported; push with `RolloutClient.update_weights`",
 }
-"""The verbs that are refused, and what to do instead."""
+"""The routes that are rejected, and the alternative for each."""
 
 _ALL_TAGS = {"weights", "kv_cache"}
 
@@ -62,7 +62,7 @@ class ContinueGenerationBody(Body):
 
 
 class UpdateFromDiskBody(Body):
-    """The body of `POST /update_weights_from_disk`. Without a `weight_version` it is the next one."""
+    """The body of `POST /update_weights_from_disk`. The default `weight_version` is the next version."""
 
     model_path: Directory
     load_format: Literal["auto", "safetensors"] | None = None
@@ -73,13 +73,13 @@ class UpdateFromDiskBody(Body):
     token_step: Ignored = None
     torch_empty_cache: Ignored = None
 
-    abort_all_requests: Annotated[Json, refused(hint=": call `/abort_request` before")] = None
-    keep_pause: Annotated[Json, refused(hint=": a pause that holds before an update holds after it")] = None
+    abort_all_requests: Annotated[Json, refused(hint=": call `/abort_request` first")] = None
+    keep_pause: Annotated[Json, refused(hint=": an update does not end a pause")] = None
     manifest: Refused = None
 
 
 class PullBody(Body):
-    """The body of `POST /pull_weights`: a folder of versions, and the path at which hosts have one of them."""
+    """The body of `POST /pull_weights`: a folder of versions, and the path on each host for one version."""
 
     local_checkpoint_dir: Directory
     source_dir: Directory
@@ -88,11 +88,12 @@ class PullBody(Body):
 
 GroupName = Annotated[str, Field(min_length=1, max_length=256)]
 _GROUP = "weight_update_group"
-_Selector = Annotated[Json, refused(unless="all", hint=": there is one model")]
+_Selector = Annotated[Json, refused(unless="all", hint=": the service has one model")]
 
 
 class InitGroupBody(Body):
-    """The body of `POST /init_weights_update_group`: a group of the trainer's rank 0 and the fleet's workers."""
+    """The body of `POST /init_weights_update_group`: a process group of the trainer's rank 0 and the fleet's
+    workers."""
 
     master_address: Annotated[str, Field(min_length=1, max_length=255)]
     master_port: Annotated[int, Field(ge=1, lt=1 << 16)]
@@ -102,7 +103,7 @@ class InitGroupBody(Body):
     backend: Literal["nccl", "gloo"] = "nccl"
 
     def to_group(self) -> GroupInit:
-        """Return the group."""
+        """Convert the body to a GroupInit."""
         backend, address = GroupBackend(self.backend), self.master_address
         return GroupInit(self.group_name, backend, address, self.master_port, self.rank_offset, self.world_size)
 
@@ -122,7 +123,8 @@ class SelectorBody(Body):
 class UpdateFromGroupBody(TensorLists):
     """The body of `POST /update_weights_from_distributed`: tensors that rank 0 broadcasts in this order.
 
-    `flattened_bucket` is one broadcast of all. `flush_cache` is accepted and not used: `kv_policy` counts.
+    With `flattened_bucket`, a single broadcast contains all tensors. `flush_cache` is accepted and ignored:
+    `kv_policy` applies.
     """
 
     dtypes: list[DtypeName]
@@ -131,11 +133,11 @@ class UpdateFromGroupBody(TensorLists):
     load_format: Literal["flattened_bucket"] | None = None
     flush_cache: Ignored = None
     torch_empty_cache: Ignored = None
-    abort_all_requests: Annotated[Json, refused(hint=": call `/abort_request` before")] = None
+    abort_all_requests: Annotated[Json, refused(hint=": call `/abort_request` first")] = None
     selector: _Selector = None
 
     def to_part(self) -> TransferPart:
-        """Return the part."""
+        """Convert the body to a TransferPart."""
         return TransferPart(
             self.group_name,
             self.tensors,
@@ -145,7 +147,7 @@ class UpdateFromGroupBody(TensorLists):
 
 
 class MemoryBody(Body):
-    """The body of `POST /release_memory_occupation` and `/resume_memory_occupation`: nothing is all of it."""
+    """The body of `POST /release_memory_occupation` and `/resume_memory_occupation`. The default is all memory."""
 
     tags: MemoryTags | None = Field(default=None, max_length=3)
 
@@ -162,7 +164,7 @@ Memory = Annotated[MemoryBody, Depends(json_body(MemoryBody, read_body))]
 
 
 class SglangControlRoutes:
-    """The verbs, and the facts that both dialects ask for under one path."""
+    """SGLang's control routes, and the server information that both dialects read from one path."""
 
     def __init__(self, coordinator: FrontPort, admin: AdminRoutes, calls: SglangCalls, endpoint: Endpoint) -> None:
         self._coordinator = coordinator
@@ -171,7 +173,7 @@ class SglangControlRoutes:
         self._endpoint = endpoint
 
     def router(self, keys: Keys) -> APIRouter:
-        """Return the routes, each behind the admin key."""
+        """Return the routes, each of which requires the admin key."""
         router = APIRouter(
             dependencies=[Depends(speaks(_failure)), Depends(keys.require_admin)],
             responses={**errors(), **OBJECT},
@@ -203,9 +205,9 @@ class SglangControlRoutes:
         return router
 
     async def pause(self, request: Request, body: PauseGeneration) -> Response:
-        """Pause all replicas until `/continue_generation`. With `abort` the dialect's calls end with their tokens.
+        """Pause all replicas until `/continue_generation`. With `abort`, SGLang calls end with the tokens so far.
 
-        With `retract` and `in_place` calls go on after it; which KV they use then is the update's `kv_policy`.
+        With `retract` and `in_place`, calls continue after the pause; the update's `kv_policy` applies to their KV.
         """
         mode: Literal["abort", "keep"] = "abort" if body.mode == "abort" else "keep"
         await self._admin.pause(PauseBody(mode=mode, reason="/pause_generation"))
@@ -214,15 +216,16 @@ class SglangControlRoutes:
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, body: ContinueGeneration) -> Response:
-        """Go on after a pause. Tensors that a trainer's group has brought are served from then on."""
+        """End a pause. Tensors received from a trainer's group are committed and served."""
         await self._end_transfer()
         await self._admin.resume()
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_from_disk(self, body: UpdateFromDisk) -> Response:
-        """Bring every replica to the weights of a directory, staged beside decoding, and answer the report.
+        """Update every replica to the weights of a directory, staged during decoding, and return the report.
 
-        With `flush_cache` no call that begins after it uses older KV, whatever the service's `kv_policy`.
+        With `flush_cache`, calls that start after the update never use older KV, for any `kv_policy` of the
+        service.
         """
         version = None if body.weight_version is None else int(body.weight_version)
         is_fresh = body.flush_cache and self._endpoint.sessions.parts.kv_policy is KVPolicy.KEEP
@@ -233,43 +236,43 @@ class SglangControlRoutes:
         return json_response({**answer, **report})
 
     async def pull(self, body: Pull) -> Response:
-        """Make a published version on every host, once each and verified, for `/update_weights_from_disk`."""
+        """Assemble and verify a published version once on every host, for `/update_weights_from_disk`."""
         await self._admin.pull_version(body.source_dir, body.local_checkpoint_dir, body.target_version)
         return _done(f"version {body.target_version} is on every host")
 
     async def init_group(self, body: InitGroup) -> Response:
-        """Have the workers of all replicas join a trainer's group, with the ranks from `rank_offset` on."""
+        """Make the workers of all replicas join a trainer's process group, with ranks from `rank_offset` on."""
         await self._admin.init_group(body.to_group())
-        return _done("the group is there")
+        return _done("all workers have joined the group")
 
     async def begin_update(self, body: Selected) -> Response:
-        """Check that a group is there. The transfer begins with the first tensors."""
+        """Check that a process group exists. The transfer starts with the first tensors."""
         if not {*(await self._admin.status()).groups} - {VLLM_GROUP}:
-            raise Conflict("there is no group: call `/init_weights_update_group` before")
-        return _done("tensors may come")
+            raise Conflict("no weight update group exists: call `/init_weights_update_group` first")
+        return _done("ready to receive tensors")
 
     async def update_from_group(self, body: UpdateFromGroup) -> Response:
-        """Receive tensors beside the served weights while decoding goes on; answered once all replicas have them.
+        """Receive tensors while decoding continues with the served weights; returns when all replicas have them.
 
-        They are served from `/end_weight_update` on, or from `/continue_generation` on.
+        They are served after `/end_weight_update` or `/continue_generation`.
         """
         await self._admin.ask(self._coordinator.begin_transfer(body.group_name, is_repeatable=True))
         await self._admin.ask(self._coordinator.receive_part(body.to_part()))
-        return _done("the tensors have come")
+        return _done("the tensors were received")
 
     async def end_update(self, body: Selected) -> Response:
-        """Bring every replica to the weights that came; without any it is a 409."""
+        """Update every replica to the received weights; 409 if no tensors were received."""
         if not await self._end_transfer():
-            raise Conflict("no transfer is open: no tensors have come")
+            raise Conflict("no transfer is open: call `/update_weights_from_distributed` first")
         return _done("the weights are served")
 
     async def destroy_group(self, body: NamedGroup) -> Response:
-        """Leave a trainer's group; tensors that are not served yet are dropped."""
+        """Leave a trainer's process group; received tensors that are not served yet are dropped."""
         await self._admin.ask(self._coordinator.destroy_group(body.group_name))
-        return _done("the group is gone")
+        return _done("the group was destroyed")
 
     async def _end_transfer(self) -> bool:
-        """End the open transfer of a group of this dialect. Returns if there was one."""
+        """End the open transfer of a group of this dialect. Return False if there is no open transfer."""
         group = (await self._admin.status()).transfer
         if group in ("", VLLM_GROUP):
             return False
@@ -277,26 +280,34 @@ class SglangControlRoutes:
         return True
 
     async def flush_cache(self) -> Response:
-        """Answer 200, and drop nothing: an update's `kv_policy` says which KV of older weights may be used."""
+        """Return 200 without dropping KV: the update's `kv_policy` determines the use of KV of older weights."""
         await self._admin.status()
-        return json_response({"message": "KV of older weights is used as the update's kv_policy says"})
+        return json_response(
+            {"message": "no KV was dropped: the update's kv_policy applies to KV of older weights"}
+        )
 
     async def release_memory(self, body: Memory) -> Response:
-        """Freeze every replica and give its memory back; weights stay in host memory."""
+        """Freeze every replica and release its memory; weights stay in host memory."""
         if body.tags is not None and not {*body.tags} >= _ALL_TAGS:
-            raise UnsupportedParameter("memory is given back as a whole: name both tags, or none", param="tags")
+            raise UnsupportedParameter(
+                f"memory can only be released completely, not {body.tags}: name weights and kv_cache, or no tags",
+                param="tags",
+            )
         await self._admin.sleep(SleepBody(reason="/release_memory_occupation"))
         return _done("memory is released")
 
     async def resume_memory(self, body: Memory) -> Response:
-        """Take memory back; once all of it is, generation goes on. CUDA graphs come with the KV cache."""
+        """Allocate released memory again; generation continues when all memory is allocated.
+
+        CUDA graphs are restored with the KV cache.
+        """
         tags = None if body.tags is None else [tag for tag in body.tags if tag != "cuda_graph"]
         if tags != []:
             await self._admin.wake(WakeBody(tags=tags))
         return _done("memory is resumed")
 
     async def weight_version(self) -> Response:
-        """Return the version of the weights that are served, as text; null while there is none."""
+        """Return the version of the served weights as a string; null if no weights are served."""
         return json_response({"weight_version": version_text(await self._admin.status())})
 
     async def model_info(self) -> Response:
@@ -306,9 +317,9 @@ class SglangControlRoutes:
         return json_response(facts)
 
     async def server_info(self, config_format: Annotated[Literal["text", "json"], Query()] = "text") -> Response:
-        """Return what both dialects' trainers read at their start: vLLM's config, and SGLang's sizes.
+        """Return the server information that trainers of both dialects read: vLLM's config, and SGLang's sizes.
 
-        The fleet is one engine to them: its `tp_size` is the number of processes that hold weights.
+        The fleet is shown as a single engine whose `tp_size` is the number of processes that hold weights.
         """
         status = await self._admin.status()
         config, num_gpus = config_of(status, self._endpoint), num_workers(status)
@@ -338,7 +349,7 @@ def _done(message: str) -> Response:
 
 
 def _sync_state(status: ServiceStatus) -> str:
-    """Return how far the fleet is with the next weights, in the words of external rollout services."""
+    """Return the progress of the next weight update, in the terms of external rollout services."""
     if status.update is not None:
         return "STAGING" if status.update.state == "staging" else "COMMITTING"
     store = "" if status.store is None else status.store.state

@@ -1,7 +1,7 @@
 """Calls of vLLM's dialect: `POST /inference/v1/generate`, and the route that releases the slot of related calls.
 
-A call whose path or key names a session is recorded there. Any other call is unrecorded, and the header
-`X-Session-ID` only names calls that run on the same replica, as long as that replica serves and has room.
+A call whose path or key names a session is recorded in that session. Other calls are not recorded; calls with the
+same `X-Session-ID` header run on the same replica while that replica is available and has capacity.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)
 
 
 class VllmCalls:
-    """The dialect's calls of one process."""
+    """The calls of vLLM's dialect in one process."""
 
     def __init__(self, endpoint: Endpoint, token_calls: TokenCalls) -> None:
         self._endpoint = endpoint
         self._token_calls = token_calls
 
     def router(self, keys: Keys) -> APIRouter:
-        """Return the routes, open to user keys and to the keys of sessions."""
+        """Return the routes, which accept user keys and session keys."""
         is_authenticated = Depends(authenticate(keys, self._endpoint.sessions.keys.opened_by))
         router = APIRouter(dependencies=[is_authenticated], responses={**errors(), **OBJECT}, tags=["vllm"])
         for prefix in ("", "/sessions/{session_id}"):
@@ -54,10 +54,10 @@ class VllmCalls:
         return router
 
     async def generate(self, request: Request, body: Tokens) -> Response:
-        """Token ids in, token ids with logprobs and spans of weight versions out, as vLLM's route of this name."""
+        """Sample from token ids, like vLLM's route; return token ids with logprobs and weight version spans."""
         endpoint, caller = self._endpoint, caller_of(request)
         call = vllm_tokens.to_call(body, endpoint.chat_model)
-        asked = vllm_tokens.prompt_call(body, endpoint.chat_model)
+        score_call = vllm_tokens.prompt_call(body, endpoint.chat_model)
         render = partial(
             vllm_tokens.render_tokens,
             body=body,
@@ -66,9 +66,10 @@ class VllmCalls:
             model=body.model or endpoint.model_name,
         )
         if "session_id" in request.path_params or caller.session_id is not None:
-            if asked is not None:
+            if score_call is not None:
                 raise UnsupportedParameter(
-                    "scores are in no session's record", param="sampling_params.prompt_logprobs"
+                    "prompt scores cannot be recorded in a session: remove prompt_logprobs, or the session",
+                    param="sampling_params.prompt_logprobs",
                 )
             return await answer_call(
                 request, endpoint, call, None, lambda result: render([node.reply for node in result.choices], None)
@@ -77,7 +78,7 @@ class VllmCalls:
             await call_adapter(request, endpoint, body.model)
         names = request.headers.getlist(SESSION_HEADER)
         affinity = affinity_of(request, endpoint, names, SESSION_HEADER)
-        scores = await score_calls(request, endpoint, self._token_calls, [asked], affinity, param="token_ids")
+        scores = await score_calls(request, endpoint, self._token_calls, [score_call], affinity, param="token_ids")
         score = scores[0] if scores else None
         with endpoint.hold_call_place(caller.owner):
             sampling = self._token_calls.sample(bounded(request, call), affinity, caller.owner)
@@ -87,9 +88,9 @@ class VllmCalls:
         return await json_of_replies(replies, lambda: render(replies, score))
 
     async def finish_affinity(self, request: Request, session_id: AffinityName) -> Response:
-        """Release the slot of the calls that named this session in their header, as SkyRL's routers do.
+        """Release the slot of the calls with this session in their header, like SkyRL's routers.
 
-        Nothing else ends by it: a recorded session is finished by its own route.
+        Recorded sessions are not affected: they have their own route to finish.
         """
         affinity = affinity_of(request, self._endpoint, [session_id], SESSION_HEADER)
         return json_response({"finished": affinity is not None and self._token_calls.finish(affinity)})

@@ -1,11 +1,11 @@
-"""The control verbs of vLLM's server for RL, as trainers call them: pause, weights, sleep, and facts of the server.
+"""The control routes of vLLM's server for RL trainers: pause, weights, sleep, and server information.
 
-The paths, parameters and answers are those of vLLM 0.32 (`entrypoints/rl/online`, `serve/dev`, `serve/lora`), and
-prime-rl's `/update_weights {weight_dir}`. Each does what the admin route of the same purpose does, on the whole
-fleet, and needs the admin key as that does. `docs/guides/vllm-dialect.md` says what differs.
+Paths, parameters and responses are those of vLLM 0.32 (`entrypoints/rl/online`, `serve/dev`, `serve/lora`), plus
+prime-rl's `/update_weights {weight_dir}`. Each route applies the corresponding admin route to the complete fleet
+and requires the admin key. `docs/guides/vllm-dialect.md` lists the differences.
 
-The native weight transfer (`/init_weight_transfer_engine` to `/finish_weight_update`) is one of a group over all
-replicas (`agentloop/fleet/trainer_groups.py`), by NCCL or by CUDA IPC handles.
+The native weight transfer (`/init_weight_transfer_engine` to `/finish_weight_update`) uses one process group over
+all replicas (`agentloop/fleet/trainer_groups.py`), with NCCL or CUDA IPC handles.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from agentloop_servers.http.responses import json_response
 from agentloop_servers.ingress.admin import AdminRoutes, fields_called
 
 GROUP = "vllm"
-"""The name of the one group that vLLM's verbs speak of."""
+"""The name of the single process group of vLLM's routes."""
 
 _NO_BROADCAST = (
-    "prime-rl's own broadcast is not taken; write a directory, and call `/update_weights` with its `weight_dir`"
+    "prime-rl's broadcast is not supported; write a directory, and call `/update_weights` with its `weight_dir`"
 )
 REFUSED = {
-    "/abort_requests": "requests are aborted by closing their connections",
-    "/fetch_weights": "deltas are not taken; call `/update_weights` with the `weight_dir` of a whole checkpoint",
+    "/abort_requests": "to abort a request, close its connection",
+    "/fetch_weights": "deltas are not supported; call `/update_weights` with the `weight_dir` of a full checkpoint",
     "/init_broadcaster": _NO_BROADCAST,
-    "/start_draft_weight_update": "there is no draft model whose weights are updated",
-    "/update_weight_version": "a version is given with its weights: `/finish_weight_update` takes `weight_version`",
-    "/collective_rpc": "engines' workers are not called from outside",
+    "/start_draft_weight_update": "draft models are not supported",
+    "/update_weight_version": "set the version with its weights: `weight_version` in `/finish_weight_update`",
+    "/collective_rpc": "calls to the engines' workers are not supported",
 }
-"""The verbs that are refused, and what to do instead."""
+"""The routes that are rejected, and the alternative for each."""
 
 _ADAPTER_FIELDS = {"name": "lora_name", "adapter": "lora_path"}
 _SAMPLED_MODE = "processed_logprobs"
@@ -65,36 +65,39 @@ Flag = Annotated[bool, Query()]
 
 
 class UnsupportedVerb(InvalidRequest):
-    """A verb of vLLM's server that this service has in another form."""
+    """A route of the engine's own server that this service does not support."""
 
     code = "unsupported_verb"
 
 
 class TensorLists(Body):
-    """The tensors of a part of a transfer, in the order in which they come: three lists of one length."""
+    """The tensors of a part of a transfer in transfer order, as three lists of equal length."""
 
     names: Annotated[list[TensorName], Field(min_length=1, max_length=1 << 20)]
     shapes: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16)]]
 
     dtypes_field: ClassVar[str] = "dtypes"
-    place: ClassVar[str] = ""  # of the lists in the request's body
+    place: ClassVar[str] = ""  # prefix of the lists' path in the request body
 
     @model_validator(mode="after")
     def _is_aligned(self) -> Self:
         for name in (self.dtypes_field, "shapes"):
             if (num := len(getattr(self, name))) != len(self.names):
-                raise InvalidRequest(f"{num} {name} for {len(self.names)} names", param=f"{self.place}{name}")
+                raise InvalidRequest(
+                    f"{num} {name} for {len(self.names)} names: the lists must have equal lengths",
+                    param=f"{self.place}{name}",
+                )
         return self
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """The tensors."""
+        """The lists combined into tensor descriptions."""
         described = zip(self.names, getattr(self, self.dtypes_field), self.shapes, strict=True)
         return tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in described)
 
 
 class InitInfo(Body):
-    """vLLM's `init_info` of its NCCL engine, or of its IPC engine, which has no address."""
+    """vLLM's `init_info` for NCCL, or for CUDA IPC, which has no address."""
 
     master_address: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     master_port: Annotated[int, Field(ge=1, lt=1 << 16)] = 0
@@ -105,7 +108,7 @@ class InitInfo(Body):
     packed_num_buffers: Ignored = None
 
     def to_group(self) -> GroupInit:
-        """Return the group. An engine of IPC has no ranks."""
+        """Convert the body to a GroupInit. Ranks are ignored for CUDA IPC."""
         is_ipc = self.master_address is None
         return GroupInit(
             GROUP,
@@ -126,10 +129,10 @@ class InitBody(Body):
 
 
 class UpdateInfo(TensorLists):
-    """vLLM's `update_info`: the tensors of one part.
+    """vLLM's `update_info`: the tensors of one part of a transfer.
 
-    `packed` and the buffers' size are those of the `init_info` if they are not given. IPC's handles come pickled.
-    Empty lists, as vLLM 0.33 sends from its second update on, are those of the last part.
+    `packed` and the buffer size default to the values of `init_info`. CUDA IPC handles are pickled. Empty lists,
+    which vLLM 0.33 sends from its second update on, mean the lists of the last part.
     """
 
     dtypes_field: ClassVar[str] = "dtype_names"
@@ -145,7 +148,7 @@ class UpdateInfo(TensorLists):
     tensor_sizes: Ignored = None
 
     def to_part(self) -> TransferPart:
-        """Return the tensors of this request as a part of the fleet's transfer."""
+        """Convert the body to a TransferPart."""
         return TransferPart(
             GROUP,
             self.tensors,
@@ -156,9 +159,9 @@ class UpdateInfo(TensorLists):
 
 
 class UpdateWeightsBody(Body):
-    """The body of `POST /update_weights`: a part of a transfer, or a directory and the version that it becomes.
+    """The body of `POST /update_weights`: a part of a transfer, or a directory and its new version.
 
-    Without a `version` it is the next one after what is served.
+    The default `version` is the next one after the served version.
     """
 
     update_info: UpdateInfo | None = None
@@ -168,22 +171,21 @@ class UpdateWeightsBody(Body):
     @model_validator(mode="after")
     def _has_one_source(self) -> UpdateWeightsBody:
         if self.update_info is None and self.weight_dir is None and "weight_dir" in self.model_fields_set:
-            raise UnsupportedParameter(
-                _NO_BROADCAST, param="weight_dir"
-            )  # prime-rl's, where its trainer broadcasts
+            # prime-rl sends `weight_dir: null` if its trainer broadcasts the weights.
+            raise UnsupportedParameter(_NO_BROADCAST, param="weight_dir")
         if (self.update_info is None) == (self.weight_dir is None):
-            raise InvalidRequest("an update is a `weight_dir` or an `update_info`", param="weight_dir")
+            raise InvalidRequest("give either `weight_dir` or `update_info`", param="weight_dir")
         return self
 
 
 class FinishUpdateBody(Body):
-    """The body of `POST /finish_weight_update`, which may be left out: the version is the next one then."""
+    """The optional body of `POST /finish_weight_update`. The default version is the next one."""
 
     weight_version: VersionText | None = None
 
 
 async def _finish_body(request: Request) -> FinishUpdateBody:
-    """Read a body that may be left out."""
+    """Parse a body that can be empty."""
     return await _READ_FINISH(request) if await request.body() else FinishUpdateBody()
 
 
@@ -193,8 +195,8 @@ _READ_FINISH = json_body(FinishUpdateBody)
 class LoadAdapterBody(Body):
     """The body of `POST /load_lora_adapter`: a directory with an adapter in the PEFT format.
 
-    Where adapters are served by name it is the next version of its own. Else it becomes the policy that is served,
-    as the next version, and its name is a name of the model from then on.
+    If adapters are served by name, it becomes the next version of the adapter with this name. Otherwise it becomes
+    the next version of the policy, and its name becomes an additional name of the model.
     """
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -211,7 +213,7 @@ UnloadAdapter = Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody
 
 
 class VllmControlRoutes:
-    """The verbs. What they change goes through the admin routes' own checks."""
+    """vLLM's control routes. All changes pass the checks of the admin routes."""
 
     def __init__(self, coordinator: FrontPort, admin: AdminRoutes, endpoint: Endpoint) -> None:
         self._coordinator = coordinator
@@ -219,8 +221,9 @@ class VllmControlRoutes:
         self._endpoint = endpoint
 
     def router(self, keys: Keys) -> APIRouter:
-        """Return the routes, each behind the admin key; adapters' also for users that may push their own."""
-        self._keys, whole = keys, APIRouter(responses={**errors(), **OBJECT}, tags=["vllm control"])
+        """Return the routes. Each requires the admin key; users that may push adapters can also use the adapter
+        routes."""
+        self._keys, combined = keys, APIRouter(responses={**errors(), **OBJECT}, tags=["vllm control"])
         router = APIRouter(dependencies=[Depends(keys.require_admin)])
         adapters = APIRouter(dependencies=[Depends(keys.require_pusher)])
         table: list[tuple[str, str, Any, type[Body] | None]] = [
@@ -245,44 +248,44 @@ class VllmControlRoutes:
         for prefix in ("", "/v1"):
             add_route(adapters, "POST", f"{prefix}/load_lora_adapter", self.load_adapter, LoadAdapterBody)
             add_route(adapters, "POST", f"{prefix}/unload_lora_adapter", self.unload_adapter, UnloadAdapterBody)
-        whole.include_router(router)
-        whole.include_router(adapters)
-        return whole
+        combined.include_router(router)
+        combined.include_router(adapters)
+        return combined
 
     async def pause(self, mode: Mode = "abort", clear_cache: Flag = True) -> Response:
         """Pause generation on every replica until `/resume`.
 
-        With `abort` clients see nothing: what was cut goes on after the resume. `clear_cache` is accepted and not
-        used: which KV is used after an update is its `kv_policy`.
+        With `abort`, aborted requests continue after the resume without an effect for their clients. `clear_cache`
+        is accepted and ignored: the `kv_policy` of an update applies to older KV.
         """
         await self._admin.pause(PauseBody(mode=mode, reason="/pause"))
         return json_response({"status": "paused"})
 
     async def resume(self) -> Response:
-        """Go on after a pause."""
+        """End a pause."""
         await self._admin.resume()
         return json_response({"status": "resumed"})
 
     async def is_paused(self) -> Response:
-        """Tell if an operator's or a trainer's pause holds."""
+        """Return whether generation is paused by an operator or a trainer."""
         return json_response({"is_paused": (await self._admin.status()).is_paused})
 
     async def init_transfer(self, body: Init) -> Response:
-        """Have the workers of all replicas join the trainer's group, in place of an earlier one."""
+        """Make the workers of all replicas join the trainer's process group, which replaces an earlier one."""
         await self._admin.init_group(body.init_info.to_group(), is_replacement=True)
         return json_response({"message": "Weight transfer initialized"})
 
     async def start_update(self) -> Response:
-        """Begin a transfer. Nothing is paused for it."""
+        """Start a transfer, without a pause."""
         await self._admin.ask(self._coordinator.begin_transfer(GROUP))
         return json_response({"message": "Weight update started"})
 
     async def update_weights(self, body: UpdateWeights) -> Response:
-        """Receive a part of the transfer, or bring every replica to the weights of a directory.
+        """Receive a part of the transfer, or update every replica to the weights of a directory.
 
-        A part is staged beside the served weights, and answered once all replicas have it. A directory is under the
-        service's weight roots, and has safetensors files in checkpoint names. A pause that holds before it holds
-        after it.
+        A part is staged next to the served weights; the route returns when all replicas have it. A directory must
+        be under the service's weight roots and contain safetensors files with checkpoint names. The route does not
+        end a pause.
         """
         if body.update_info is not None:
             await self._admin.ask(self._coordinator.receive_part(body.update_info.to_part()))
@@ -292,24 +295,24 @@ class VllmControlRoutes:
         return json_response({"status": "ok", "message": "Weights updated", **report})
 
     async def finish_update(self, body: Finish) -> Response:
-        """Bring every replica to the weights that came, and answer the report."""
+        """Update every replica to the received weights, and return the report."""
         version = None if body.weight_version is None else int(body.weight_version)
         report = await self._admin.ask(self._coordinator.end_transfer(GROUP, version))
         answer = {"message": "Weight update finished", "weight_version": str(report.version)}
         return json_response({**answer, "report": codec.to_builtins(report)})
 
     async def shutdown_transfer(self) -> Response:
-        """Leave the trainer's group; an open transfer is dropped."""
+        """Leave the trainer's process group; an open transfer is dropped."""
         await self._admin.ask(self._coordinator.destroy_group(GROUP))
         return json_response({"message": "Weight transfer shut down"})
 
     async def weight_info(self) -> Response:
-        """Return the version of the weights that are served, as text; null while there is none."""
+        """Return the version of the served weights as a string; null if no weights are served."""
         return json_response({"weight_version": version_text(await self._admin.status())})
 
     async def load_adapter(self, request: Request, body: LoadAdapter) -> Response:
-        """Serve an adapter by its name, as the next version of it; or, where there is but one, as the policy's next
-        version, and know the model by the adapter's name."""
+        """Serve an adapter as the next version of its name. Without adapters by name, serve it as the policy's next
+        version, and accept its name as a model name."""
         if self._endpoint.by_name is not None:
             with fields_called(_ADAPTER_FIELDS):
                 pushed = await self._admin.push_adapter(request, AdapterPush(body.lora_name, body.lora_path))
@@ -323,10 +326,11 @@ class VllmControlRoutes:
         return json_response({"status": "ok", "message": "Weights updated", **report})
 
     async def unload_adapter(self, request: Request, body: UnloadAdapter) -> Response:
-        """Serve an adapter no more, where adapters are served by name."""
+        """Unload an adapter that is served by name."""
         if self._endpoint.by_name is None:
             raise ModelNotFound(
-                "this service has no adapters by name: its one is replaced by the next one, or by whole weights",
+                f"adapter {body.lora_name!r} cannot be unloaded: this service does not serve adapters by name; its"
+                " adapter is replaced by the next adapter, or by full weights",
                 param="lora_name",
             )
         with fields_called(_ADAPTER_FIELDS):
@@ -336,28 +340,29 @@ class VllmControlRoutes:
         )
 
     async def sleep(self, level: SleepLevel = 1, mode: Mode = "abort") -> Response:
-        """Freeze every replica and give its memory back; what runs goes on after `/wake_up`, whatever the mode."""
+        """Freeze every replica and release its memory. In every mode, running requests continue after
+        `/wake_up`."""
         await self._admin.sleep(SleepBody(level=level, reason="/sleep"))
         return json_response({"status": "sleeping", "level": level})
 
     async def wake_up(self, tags: Tags = None) -> Response:
-        """Take memory back; once all of it is, generation goes on."""
+        """Allocate released memory again; generation continues when all memory is allocated."""
         await self._admin.wake(WakeBody(tags=tags or None))
         asleep = (await self._admin.status()).asleep
         return json_response({"status": "sleeping" if asleep else "awake", "tags": tags})
 
     async def is_sleeping(self) -> Response:
-        """Tell if the fleet has given memory back."""
+        """Return whether the fleet has released memory."""
         return json_response({"is_sleeping": bool((await self._admin.status()).asleep)})
 
     async def reset_prefix_cache(self) -> Response:
-        """Answer that nothing was dropped, as vLLM does while blocks are held: an update's `kv_policy` says which
-        KV of older weights may be used."""
+        """Return that no KV was dropped, like vLLM while requests hold blocks. The update's `kv_policy` applies to
+        KV of older weights."""
         await self._admin.status()
         return json_response({"success": False})
 
     async def get_world_size(self, include_dp: Flag = True) -> Response:
-        """Count the processes that hold weights: of all replicas, or of the largest one."""
+        """Count the processes that hold weights, in all replicas or in the largest replica."""
         status = await self._admin.status()
         return json_response({"world_size": num_workers(status) if include_dp else max(_worlds(status), default=0)})
 
@@ -365,11 +370,11 @@ class VllmControlRoutes:
 def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
     """Return the fields of vLLM's config that trainers read.
 
-    Their route is in `sglang_control.py`, which adds what SGLang's clients ask for under the same path.
+    The route is in `sglang_control.py`, because SGLang's clients read their fields from the same path.
     """
-    dtypes = sorted({one.weight_dtype for one in status.replicas if one.weight_dtype is not None})
-    ranks = [one.lora_rank for one in status.replicas if one.lora_rank is not None]
-    max_loras = max((one.max_loras or 1 for one in status.replicas), default=1)
+    dtypes = sorted({replica.weight_dtype for replica in status.replicas if replica.weight_dtype is not None})
+    ranks = [replica.lora_rank for replica in status.replicas if replica.lora_rank is not None]
+    max_loras = max((replica.max_loras or 1 for replica in status.replicas), default=1)
     is_raw = endpoint.logprobs_mode is LogprobsMode.RAW
     return {
         "model_config": {
@@ -378,7 +383,9 @@ def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
             "dtype": f"torch.{dtypes[0]}" if len(dtypes) == 1 else None,
             "max_model_len": endpoint.max_model_len,
             "logprobs_mode": _RAW_MODE if is_raw else _SAMPLED_MODE,
-            "quantization": next((one.quantization for one in status.replicas if one.quantization), None),
+            "quantization": next(
+                (replica.quantization for replica in status.replicas if replica.quantization), None
+            ),
         },
         "parallel_config": {
             "world_size": max(_worlds(status), default=0),
@@ -391,23 +398,23 @@ def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
 
 
 def version_text(status: ServiceStatus) -> str | None:
-    """Return the served version as both dialects write it."""
+    """Return the served version as a string, the format of both dialects."""
     return None if status.weight_version is None else str(status.weight_version)
 
 
 def num_workers(status: ServiceStatus) -> int:
-    """Count the engine workers that a trainer's weight-transfer group can have, over all replicas."""
+    """Count the engine workers of all replicas that can join a trainer's weight-transfer group."""
     return sum(_worlds(status))
 
 
 def _worlds(status: ServiceStatus) -> list[int]:
-    """Return the world sizes of the replicas that can: not of quarantined ones, nor of those whose calls fail."""
-    found = [one for one in status.replicas if one.state != "quarantined"]
-    return [one.num_workers for one in found if one.state != "suspect" or one.error is None]
+    """Return the world sizes of the replicas that are neither quarantined nor suspected because of failed calls."""
+    usable = [replica for replica in status.replicas if replica.state != "quarantined"]
+    return [replica.num_workers for replica in usable if replica.state != "suspect" or replica.error is None]
 
 
 def refuse(router: APIRouter, verbs: Mapping[str, str]) -> None:
-    """Add routes that refuse verbs, each with what to do instead."""
+    """Add routes that reject these paths; each error names the alternative."""
     for path, advice in verbs.items():
         router.add_api_route(
             path, _refusing(path, advice), methods=["POST"], response_model=None, include_in_schema=False
@@ -416,6 +423,6 @@ def refuse(router: APIRouter, verbs: Mapping[str, str]) -> None:
 
 def _refusing(path: str, advice: str) -> Any:
     async def refuse() -> NoReturn:
-        raise UnsupportedVerb(f"{path} is not served here: {advice}")
+        raise UnsupportedVerb(f"{path} is not supported: {advice}")
 
     return refuse

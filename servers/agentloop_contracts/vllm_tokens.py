@@ -1,9 +1,9 @@
-"""vLLM's token route, `POST /inference/v1/generate`: a body to a `ChatCall`, replies to the answer.
+"""vLLM's token route, `POST /inference/v1/generate`: conversion of bodies and responses.
 
-The wire is that of vLLM 0.32 (`entrypoints/scale_out/token_in_token_out/protocol.py` and `SamplingParams`), with
-two differences. Fields that vLLM does not have are refused by name, as everywhere here; those that it has and this
-service does not are `UnsupportedParameter`, unless they ask for nothing. And an entry of the logprobs names its
-token both ways, as `token_id` and as `token: "token_id:N"`: vLLM writes the first, its clients read the second.
+The wire format is that of vLLM 0.32 (`entrypoints/scale_out/token_in_token_out/protocol.py` and `SamplingParams`),
+with two differences. Unknown fields are rejected by name, and vLLM fields that this service does not support raise
+`UnsupportedParameter`, unless they have their default value. A logprob entry names its token both as `token_id`,
+which vLLM writes, and as `token: "token_id:N"`, which vLLM's clients read.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class VllmSamplingBody(ChoiceFields):
-    """vLLM's `SamplingParams`, with its defaults. Without `max_tokens` there are as many as the context holds.
+    """vLLM's `SamplingParams`, with its defaults. The default `max_tokens` fills the context.
 
-    What is about text is accepted and changes nothing, as are `routed_experts_prompt_start` and how vLLM's engine
-    hands out what it has: no text and no experts are returned, and the answer is whole. `logprobs` is the number of
-    alternatives; with 0 and 1 there is the sampled token alone. `prompt_logprobs` scores the prompt's tokens too.
+    Options about text, about vLLM's output kind and `routed_experts_prompt_start` are accepted and ignored: the
+    response is complete, without text and experts. `logprobs` is the number of entries per position; 0 and 1 return
+    only the sampled token. `prompt_logprobs` also scores the tokens of the prompt.
     """
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -68,8 +68,8 @@ class VllmSamplingBody(ChoiceFields):
 class TokensBody(Body):
     """The body of `POST /inference/v1/generate`.
 
-    `cache_salt` is accepted and not used: which KV a request may use is the weight update's to say (`kv_policy`).
-    `return_token_ids` asks for the prompt's ids in the answer.
+    `cache_salt` is accepted and ignored: `kv_policy` determines which KV a request can use. `return_token_ids` adds
+    the prompt's ids to the response.
     """
 
     token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
@@ -94,11 +94,11 @@ class TokensBody(Body):
 
 
 def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
-    """Return a body's `ChatCall`. Raises InvalidRequest naming a field of the body."""
-    given = body.sampling_params
-    num_top = given.logprobs if given.logprobs is not None and given.logprobs > 1 else 0
+    """Convert a body to a `ChatCall`. Raises InvalidRequest naming a field of the body."""
+    params = body.sampling_params
+    num_top = params.logprobs if params.logprobs is not None and params.logprobs > 1 else 0
     try:
-        sampling = sampling_of(given, given.max_tokens, model.vocab_size, num_top)
+        sampling = sampling_of(params, params.max_tokens, model.vocab_size, num_top)
     except InvalidRequest as error:
         raise type(error)(error.message, param=f"sampling_params.{error.param}") from error
     if body.weight_version is not None:
@@ -107,15 +107,15 @@ def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
         messages=(),
         prompt_ids=tuple(body.token_ids),
         sampling=sampling,
-        max_tokens=given.max_tokens,
-        num_choices=given.n or 1,
-        stop=stops_of(given),
+        max_tokens=params.max_tokens,
+        num_choices=params.n or 1,
+        stop=stops_of(params),
         timeout_s=model.timeout_s,
     )
 
 
 def prompt_call(body: TokensBody, model: ChatModel) -> ChatCall | None:
-    """Return the call that scores the prompt, if the body asks for that and there is a token to score."""
+    """Return the call that scores the prompt; None if the body requests no scores or there is no token to score."""
     num_top, ids = body.sampling_params.prompt_logprobs, tuple(body.token_ids)
     if num_top is None:
         return None
@@ -131,7 +131,7 @@ def render_tokens(
     created_at: int,
     model: str,
 ) -> dict[str, Any]:
-    """Return the answer of replies in the order of their choices; versions are text, as vLLM writes them."""
+    """Return the response for the replies, in the order of their choices. Versions are strings, like vLLM's."""
     num_prompt, num_sampled = len(body.token_ids), sum(len(reply.token_ids) for reply in replies)
     return {
         "request_id": request_id,
@@ -157,29 +157,29 @@ def render_tokens(
 
 
 def _prompt_logprobs(score: Generation | None) -> list[dict[str, Any] | None]:
-    """Return a place for each token of the prompt, of which the first has no logprob."""
-    places: list[dict[str, Any] | None] = [None]
+    """Return an entry for each token of the prompt; the first is None, because it has no logprob."""
+    entries: list[dict[str, Any] | None] = [None]
     if score is not None:
         tops = score.top_logprobs or [()] * len(score.token_ids)
         for token_id, logprob, row in zip(score.token_ids, score.logprobs, tops, strict=True):
-            ranks = {one: rank for rank, (one, _) in enumerate(row, 1)}
-            places.append(
+            ranks = {top_id: rank for rank, (top_id, _) in enumerate(row, 1)}
+            entries.append(
                 {
-                    str(one): {"logprob": value, "rank": ranks.get(one), "decoded_token": None}
-                    for one, value in {token_id: logprob, **dict(row)}.items()
+                    str(entry_id): {"logprob": value, "rank": ranks.get(entry_id), "decoded_token": None}
+                    for entry_id, value in {token_id: logprob, **dict(row)}.items()
                 }
             )
-    return places
+    return entries
 
 
-def _choice(index: int, reply: Reply, asked: VllmSamplingBody) -> dict[str, Any]:
+def _choice(index: int, reply: Reply, params: VllmSamplingBody) -> dict[str, Any]:
     token_ids = reply.token_ids.tolist()
     return {
         "index": index,
         "token_ids": token_ids,
-        "logprobs": None if asked.logprobs is None else {"content": _entries(reply, token_ids, asked.logprobs)},
+        "logprobs": None if params.logprobs is None else {"content": _entries(reply, token_ids, params.logprobs)},
         "finish_reason": _FINISH.get(reply.finish_reason, "abort"),
-        "stop_reason": _stop_reason(reply, token_ids, asked),
+        "stop_reason": _stop_reason(reply, token_ids, params),
         "weight_versions": [
             {"version": str(span.version), "start": span.start, "end": span.end} for span in reply.weight_versions
         ],
@@ -192,9 +192,9 @@ def _entries(reply: Reply, token_ids: list[int], num_top: int) -> list[dict[str,
     logprobs, tops = reply.logprobs.tolist(), reply.top_logprobs
     entries = []
     for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        others = [one for one in tops[place] if one[0] != token_id] if tops else []
+        others = [pair for pair in tops[place] if pair[0] != token_id] if tops else []
         shown = [(token_id, logprob), *others][: max(num_top, 1)]
-        entries.append({**_entry(token_id, logprob), "top_logprobs": [_entry(*one) for one in shown]})
+        entries.append({**_entry(token_id, logprob), "top_logprobs": [_entry(*pair) for pair in shown]})
     return entries
 
 
@@ -202,17 +202,17 @@ def _entry(token_id: int, logprob: float) -> dict[str, Any]:
     return {"token": token_id_name(token_id), "token_id": token_id, "logprob": logprob, "rank": None, "bytes": None}
 
 
-def _stop_reason(reply: Reply, token_ids: list[int], asked: VllmSamplingBody) -> int | str | None:
-    """Return the stop string or the request's stop token that ended a reply; None for what else ends one.
+def _stop_reason(reply: Reply, token_ids: list[int], params: VllmSamplingBody) -> int | str | None:
+    """Return the stop string, or the stop token of the request, that ended a reply; None for any other reason.
 
-    A model's own stop token that the request names too is the request's.
+    A stop token of the model counts if the request names it, too.
     """
     if reply.stop_text:
         return reply.stop_text
     if (
         reply.finish_reason is FinishReason.STOP
         and token_ids[-1:]
-        and token_ids[-1] in (asked.stop_token_ids or ())
+        and token_ids[-1] in (params.stop_token_ids or ())
     ):
         return int(token_ids[-1])
     return None

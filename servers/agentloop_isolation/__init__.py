@@ -1,1 +1,1 @@
-"""Trajectories in processes of their own, so that user code can harm its own trajectory alone."""
+"""Runs each trajectory in a separate process, so that user code can harm only its own trajectory."""

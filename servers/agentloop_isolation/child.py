@@ -1,6 +1,7 @@
 """A process that runs one trajectory at a time for a worker: `python -m agentloop_isolation.child FD PID`.
 
-It knows no key and no address: engines and the coordinator are behind its one connection. It dies with its worker.
+It has no keys and no addresses: it reaches engines and the coordinator only through its connection to the worker.
+It dies with its worker.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ T = TypeVar("T")
 
 _OWN_TASKS = ("frames", "run", "turn-journal")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_OOM_SCORE = "900"  # of 1000: where memory ends, the kernel takes this process first (proc(5), oom_score_adj)
+_OOM_SCORE = "900"  # maximum 1000: the kernel kills this process first if memory runs out (proc(5), oom_score_adj)
 
 
 class WorkerLink:
-    """The connection to the worker, in the place of the trajectory's engine and of its coordinator."""
+    """The connection to the worker, which implements the trajectory's engine, coordinator and models."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -78,7 +79,7 @@ class WorkerLink:
         self._writer.write(packed(value))
 
     def hear(self, frame: Answered | Refused | Heard) -> None:
-        """Give an answer, an error or progress to the call that waits for it."""
+        """Deliver an answer, an error or progress to the waiting call."""
         answer, on_progress = self._waiting.get(frame.call_id, (None, None))
         if answer is None or answer.done():
             return
@@ -90,20 +91,21 @@ class WorkerLink:
             case Heard(progress=progress) if on_progress is not None:
                 try:
                     on_progress(progress)
-                except AgentLoopError as error:  # it ends the request, and is raised
+                except AgentLoopError as error:  # an error of the callback ends the request and is raised by it
                     answer.set_exception(error)
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """Generate, as `TokenEngine.generate` does. Raises EnginePaused also while the worker has no place for the
-        turn: the caller asks again."""
+        """See `TokenEngine.generate`. Also raises EnginePaused, for a retry, while no replica has capacity."""
         return await self._ask(WorkerCall.GENERATE, request, Generation, on_progress)
 
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
     ) -> AsyncIterator[Delta | Generation]:
-        """Raises UnsupportedParameter: a loop's turns have no stop strings, so they come whole."""
-        raise UnsupportedParameter("turns of isolated loops are not streamed", param="stop")
-        yield  # an async generator
+        """Raise UnsupportedParameter: streaming is only needed for stop strings, which loops do not use."""
+        raise UnsupportedParameter(
+            "streaming is not supported in isolated loops: do not use stop strings", param="stop"
+        )
+        yield  # makes this an async generator
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         return await self._ask(WorkerCall.IMAGE_TOKENS, tuple(images), tuple[ImageTokens, ...])
@@ -112,7 +114,7 @@ class WorkerLink:
         await self._ask(WorkerCall.ABORT, request_id, type(None))
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Ask for another lease in place of the worker's own. The worker sees a request's needs itself."""
+        """Return a new lease. `needs` is not sent, because the worker derives it from each request."""
         return await self._ask(WorkerCall.MOVE, is_failed, Lease)
 
     async def keep_turns(
@@ -142,7 +144,7 @@ class WorkerLink:
 
 
 def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts:
-    """Load what trajectories share, as a worker does. Their engine and coordinator are `link`."""
+    """Load the shared parts of trajectories as a worker does, with `link` as their engine and coordinator."""
     chat, sizes = load_chat_format(config.model_path(), config.chat), model_sizes(config)
     engine, coordinator, folder = cast(TokenEngine, link), cast(WorkerPort, link), setup.turns_folder
     home = JournalFolder(Path(folder)) if folder else StoredJournals(coordinator)
@@ -163,7 +165,7 @@ def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts
 
 
 async def serve(connection: socket.socket) -> None:
-    """Run trajectories, one after the other, until the worker hangs up."""
+    """Run trajectories, one at a time, until the worker closes the connection."""
     reader, writer = await asyncio.open_connection(sock=connection)
     link = WorkerLink(writer)
     setup = await next_frame(reader)
@@ -193,23 +195,23 @@ async def serve(connection: socket.socket) -> None:
 async def _hand_in(run: TrajectoryRun, parts: RunParts, link: WorkerLink) -> None:
     record = await run.to_record()
     if parts.journal is not None:
-        await parts.journal.flush()  # or it would be written after the worker has removed it
-    await asyncio.sleep(0)  # what was cancelled just now ends
+        await parts.journal.flush()  # otherwise it may be written after the worker has deleted it
+    await asyncio.sleep(0)  # let tasks that were just cancelled end
     num_left = parts.user_tasks.num_abandoned + parts.toolbox.num_abandoned
     left = [task for task in asyncio.all_tasks() if task.get_name() not in _OWN_TASKS]
     is_clean = num_left + len(left) == 0
     counted: Counter[str] = Counter()
-    for one in parts.tally.take().samples:
-        counted[one.name] += int(one.value)
+    for sample in parts.tally.take().samples:
+        counted[sample.name] += int(sample.value)
     problems = counted["malformed_calls_total"], counted["logprob_problems_total"]
     link.send(HandIn(record.value, run.is_dropped, is_clean, *problems))
 
 
 def main() -> None:
-    """Serve the connection that the worker has passed."""
+    """Serve the connection whose descriptor the worker passed."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the worker died before prctl
         sys.exit(1)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
@@ -217,11 +219,11 @@ def main() -> None:
     try:
         asyncio.run(serve(socket.socket(fileno=descriptor)))
         status = 0
-    except SystemExit as error:  # of user code, in a task of its own
+    except SystemExit as error:  # raised by user code in its own task
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
-    os._exit(status)  # at once: no thread of user code may hold the process up
+    os._exit(status)  # without waiting for threads of user code
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The frames between a worker and a process that runs one of its trajectories: bounded, and never pickle.
+"""The protocol between a worker and a process that runs one of its trajectories.
 
-A frame is its kind (one byte), the length of its body (four, big-endian), and the codec's bytes of one value. The
-worker keeps leases, addresses and keys. What the process asks of it are the calls in `WorkerCall`, for its own
-trajectory.
+A frame has a kind (one byte), a body length (four bytes, big-endian), and one value encoded with the codec. Frames
+are bounded and never contain pickles. Leases, addresses and keys stay in the worker; the process makes only the
+calls in `WorkerCall`, for its own trajectory.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _FRAME = struct.Struct(">BI")
 
 
 class WorkerCall(StrEnum):
-    """A call that a process makes through its worker. The body is the codec's bytes of its one argument."""
+    """A call that a process makes through its worker. Its body is the encoded argument."""
 
     GENERATE = "generate"  # GenerateRequest -> Generation
     IMAGE_TOKENS = "image_tokens"  # tuple[Image, ...] -> tuple[ImageTokens, ...]
     ABORT = "abort"  # str -> None
-    MOVE = "move"  # bool, that the replica failed -> Lease without its address
-    KEEP_TURNS = "keep_turns"  # the arguments of WorkerPort.keep_turns -> its answer
-    KEPT_TURNS = "kept_turns"  # str, the assignment -> the answer of WorkerPort.kept_turns
+    MOVE = "move"  # bool (True if the replica failed) -> Lease without its address
+    KEEP_TURNS = "keep_turns"  # the arguments of WorkerPort.keep_turns -> its result
+    KEPT_TURNS = "kept_turns"  # str (assignment id) -> the result of WorkerPort.kept_turns
     CHAT = "chat"  # ModelCall -> str
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first frame to a process: all that it needs to load the same as its worker."""
+    """The first frame to a process: the configuration of its worker."""
 
-    config: str  # of the service, as JSON
+    config: str  # the service's configuration as JSON
     worker: WorkerConfig
     takes_images: bool = False
-    log_path: str = ""  # none: it logs nothing
-    turns_folder: str | None = None  # of the journals of turns; "": they are in the run's store, None: nowhere
+    log_path: str = ""  # empty: no log
+    turns_folder: str | None = None  # folder of turn journals; "": in the run's store; None: no journals
 
     @classmethod
     def of(
@@ -60,25 +60,25 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The news that a process has loaded everything."""
+    """Reports that a process has finished loading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The order to run a trajectory. Its lease has no address."""
+    """Starts a trajectory. Its lease has no address."""
 
     assignment: Assignment
-    newest_version: int | None  # of weights, that the worker has heard of
+    newest_version: int | None  # the newest weight version that the worker has observed
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The order to end the loop, because the client asks for that."""
+    """Requests the end of the loop, because the client cancelled it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A call of the process."""
+    """A call made by the process."""
 
     call_id: int
     call: WorkerCall
@@ -87,14 +87,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The process waits for a call no more."""
+    """Reports that the process no longer waits for a call."""
 
     call_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The progress of a generation under way."""
+    """The progress of a running generation."""
 
     call_id: int
     progress: Progress
@@ -102,7 +102,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a call: the codec's bytes of what it returned."""
+    """The encoded result of a call."""
 
     call_id: int
     body: bytes
@@ -110,7 +110,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The error that a call ended with, as JSON."""
+    """The error of a call, as JSON."""
 
     call_id: int
     error: bytes
@@ -119,11 +119,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class HandIn:
-    """The trajectory's record, encoded. A process that `is_clean` has no task or thread of it left."""
+    """The result of a trajectory."""
 
-    record: bytes
+    record: bytes  # encoded
     is_dropped: bool
-    is_clean: bool
+    is_clean: bool  # no task or thread of the trajectory is left in the process
     num_malformed_calls: int
     num_logprob_problems: int
 
@@ -133,7 +133,7 @@ _KINDS: tuple[type[Frame], ...] = (Setup, Loaded, Begin, Cancel, Ask, Drop, Hear
 
 
 def packed(value: Frame) -> bytes:
-    """Return a value as a frame."""
+    """Return a value encoded as a frame."""
     body = encode(value)
     return _FRAME.pack(_KINDS.index(type(value)), len(body)) + body
 
@@ -143,7 +143,10 @@ async def next_frame(reader: asyncio.StreamReader) -> Frame | None:
     try:
         kind, length = _FRAME.unpack(await reader.readexactly(_FRAME.size))
         if kind >= len(_KINDS) or length > MAX_CALL_BYTES:
-            raise InvalidRequest(f"no frame: kind {kind}, {length} bytes")
+            raise InvalidRequest(
+                f"invalid frame of kind {kind} with {length} bytes: there are {len(_KINDS)} kinds, and the limit "
+                f"is {MAX_CALL_BYTES} bytes"
+            )
         value: Frame = decode(await reader.readexactly(length), _KINDS[kind])
         return value
     except (asyncio.IncompleteReadError, ConnectionError):

@@ -1,9 +1,9 @@
-"""The worker's side of isolated trajectories: their processes, what these may ask for, and how they end.
+"""The worker's side of isolated trajectories: process pool, calls made by the processes, and records.
 
-Invariants: a process runs one trajectory at a time, and one that did not end well is never used again. However a
-process ends, its trajectory has its record, which names the signal or the exit status, and no other is harmed. A
-process that is discarded is killed with its process group. It asks for turns of its own trajectory only, under the
-lease that the worker holds for it.
+Invariants: a process runs one trajectory at a time, and is not reused after a failure. However a process ends, its
+trajectory gets a record with the signal or exit status, and other trajectories are unaffected. A discarded process
+is killed with its process group. A process samples turns only for its own trajectory, under the lease that the
+worker holds.
 """
 
 from __future__ import annotations
@@ -68,25 +68,26 @@ from agentloop_isolation.frames import (
 from agentloop_servers.config.service import ServiceConfig
 
 CHILD_MODULE = "agentloop_isolation.child"
-MAX_CALLS_AT_ONCE = 64  # of one trajectory at once; more is no loop of ours
+MAX_CALLS_AT_ONCE = 64  # concurrent calls of one trajectory; a loop never makes more
 
 _log = structlog.stdlib.get_logger("isolation")
 
 
 @dataclass(frozen=True, slots=True)
 class IsolationConfig:
-    """Bounds of processes. All finite."""
+    """Limits of processes."""
 
     start_timeout_s: float = 120.0
-    max_starts: int = 4  # at once: each takes a core for a second and more
-    max_idle: int = 32  # kept for the next trajectories
-    look_s: float = 1.0  # between two looks at the deadlines of a silent process
-    cancel_grace_s: float = 15.0  # until a process that was told to end its loop is killed
-    allowance_s: float = 240.0  # beyond the task's deadlines, for loading and closing; then a silent one is killed
+    max_starts: int = 4  # concurrent starts: each uses a core for more than a second
+    max_idle: int = 32  # idle processes kept for later trajectories
+    look_s: float = 1.0  # interval between two checks of a process' deadlines
+    cancel_grace_s: float = 15.0  # time from a cancellation until the process is killed
+    # Time for loading and closing; a silent process is killed after this and its deadlines.
+    allowance_s: float = 240.0
 
 
 class ProcessEnded(AgentLoopError):
-    """A process ended, or was ended, before its trajectory."""
+    """Raised if a process ended, or was killed, before its trajectory ended."""
 
     code = "process_ended"
 
@@ -100,18 +101,19 @@ class _Child:
         self._writer = writer
 
     def send(self, value: Frame) -> None:
-        """Send a frame; what a process does not read is bounded by what it asked for."""
+        """Send a frame. The unread data of a process is bounded by its number of calls."""
         if not self._writer.is_closing():
             self._writer.write(packed(value))
 
     async def end(self) -> str:
-        """Kill it with its group, unless it has ended by itself, and say how it ended."""
+        """Kill the process and its group, and return a description of its exit status or signal."""
         try:
-            if self.reader.at_eof():  # it has closed its end: its status is about to come
+            if self.reader.at_eof():  # the process is exiting: wait for its own status
                 with suppress(TimeoutError):
                     async with asyncio.timeout(1.0):
                         await self.process.wait()
         finally:
+            # The group includes processes that user code has started.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self._writer.close()
@@ -127,12 +129,12 @@ def _ending(status: int) -> str:
 
 
 def _blank(lease: Lease) -> Lease:
-    """Return a lease as a trajectory's process has it: it knows no address, and asks the worker for anything."""
+    """Return a lease without its address, for a trajectory's process."""
     return replace(lease, url="", can=Capabilities())
 
 
 class IsolatedRuns:
-    """The processes of one worker. Give `begin` to the worker, and close it after the worker."""
+    """The processes of one worker. Pass `begin` to the worker, and call `close` after closing the worker."""
 
     @classmethod
     def of_worker(
@@ -148,7 +150,7 @@ class IsolatedRuns:
         stores_turns: bool,
         **more: Any,
     ) -> IsolatedRuns:
-        """Return the processes of a worker of a service. `more` are further arguments of the constructor."""
+        """Return the processes of a service's worker. `more` are additional arguments of the constructor."""
         setup = Setup.of(config, run_dir, limits, takes_images=takes_images, stores_turns=stores_turns)
         return cls(setup, coordinator, connect, reporter, **more)
 
@@ -166,8 +168,10 @@ class IsolatedRuns:
         parser_name: str = "",
         models: ModelsPort = NoModels(),  # noqa: B008 - it has no state
     ) -> None:
-        """`journal` is that of the folder in `setup`, `reporter` the worker's; `own_s` says how many seconds tools
-        may take beside a trajectory's own."""
+        """`journal` uses the folder in `setup`, and `reporter` is the worker's.
+
+        `own_s` returns the seconds that tools may take in addition to a trajectory's own time.
+        """
         self.config = config
         self.own_s = own_s
         self.tally = MetricsTally() if tally is None else tally
@@ -186,26 +190,26 @@ class IsolatedRuns:
 
     @property
     def num_processes(self) -> int:
-        """Processes that run now."""
+        """The number of running processes."""
         return len(self._idle) + len(self._busy)
 
     def begin(self, assignment: Assignment) -> ProcessRun:
-        """Return the run of an assignment, which begins with `to_record`."""
+        """Return the run of an assignment. It starts when `to_record` is called."""
         return ProcessRun(self, assignment)
 
     async def take(self) -> _Child:
-        """Return a process that has loaded everything. Raises ProcessEnded if none can be started."""
+        """Return a loaded process. Raises ProcessEnded if no process can be started."""
         while self._idle:
             child = self._idle.pop()
             self._busy.add(child)
             if child.process.returncode is None and not child.reader.at_eof():
                 return child
-            await self.discard(child)
+            await self.discard(child)  # it died while it was idle
         async with self._starting:
             return await self._start()
 
     def give_back(self, child: _Child) -> bool:
-        """Keep a process for the next trajectory. False: enough are idle, so it has to be discarded."""
+        """Keep a process for a later trajectory. Returns False if enough are idle, and it must be discarded."""
         if len(self._idle) >= self.config.max_idle:
             return False
         self._busy.discard(child)
@@ -213,7 +217,7 @@ class IsolatedRuns:
         return True
 
     async def discard(self, child: _Child) -> str:
-        """End a process. Returns the way it ended."""
+        """Kill a process. Returns a description of its exit status or signal."""
         try:
             return await child.end()
         finally:
@@ -250,12 +254,12 @@ class IsolatedRuns:
             if not isinstance(ready, Loaded):
                 ending = await self.discard(child)
         if not isinstance(ready, Loaded):
-            raise ProcessEnded(f"a process for the trajectory did not start: {ending}")
+            raise ProcessEnded(f"the trajectory's process did not start: {ending}")
         return child
 
 
 class ProcessRun:
-    """The AssignedRun of a trajectory in a process of its own."""
+    """The `AssignedRun` of a trajectory in a separate process."""
 
     def __init__(self, runs: IsolatedRuns, assignment: Assignment) -> None:
         self.is_dropped = False
@@ -266,7 +270,7 @@ class ProcessRun:
         self._started = time.perf_counter()
         self._child: _Child | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._active_at = 0.0  # in the event loop's time: the last frame, or the end of the last call
+        self._active_at = 0.0  # event loop time of the last frame, or of the end of the last call
         self._cancelled_at: float | None = None
 
     @property
@@ -294,6 +298,7 @@ class ProcessRun:
             done = await self._serve(child)
             trajectory = self._own(decode(done.record, Trajectory))
             record = EncodedRecord.of(trajectory)
+            # After a failure, user code may have left the process in any state.
             is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
             self.is_dropped = done.is_dropped
             tally, name = self._runs.tally, self._runs.parser_name
@@ -320,7 +325,7 @@ class ProcessRun:
             await self._runs.journal.forget_sample(self._assignment.assignment_id)
 
     async def _serve(self, child: _Child) -> HandIn:
-        """Serve the process until it hands in a record. Raises AgentLoopError if it ends before that."""
+        """Serve the process until it submits its record. Raises AgentLoopError if it ends before that."""
         blank = replace(self._assignment, lease=_blank(self._assignment.lease))
         child.send(Begin(blank, self._runs.newest[self._assignment.adapter].value))
         if self._cancelled_at is not None:
@@ -337,14 +342,14 @@ class ProcessRun:
                 case Drop(call_id=call_id) if call_id in self._calls:
                     self._calls[call_id].cancel()
                 case Drop():
-                    pass  # it was answered meanwhile
+                    pass  # the call was answered before
                 case None:
                     raise ProcessEnded("its process ended")
                 case _:
-                    raise InvalidRequest(f"a {type(frame).__name__} from a trajectory's process")
+                    raise InvalidRequest(f"unexpected {type(frame).__name__} frame from the trajectory's process")
 
     async def _next(self, child: _Child) -> Frame | None:
-        """Return the next frame. Raises ProcessEnded for a process that must be killed."""
+        """Return the next frame. Raises ProcessEnded if the process exceeded a deadline and must be killed."""
         loop, config = asyncio.get_running_loop(), self._runs.config
         task, limits = self._assignment.task, self._assignment.task.limits
         own_s = self._runs.own_s(task.tools) + (0.0 if task.environment is None else MAX_LIFE_S)
@@ -357,15 +362,16 @@ class ProcessRun:
                 if reading.done():
                     break
                 if self._cancelled_at is not None and loop.time() > self._cancelled_at + config.cancel_grace_s:
-                    raise ProcessEnded("it did not end within the grace after its cancellation")
+                    raise ProcessEnded(f"it did not end within {config.cancel_grace_s:g} s after its cancellation")
+                # A process that waits for one of its calls is not silent.
                 if not self._calls and loop.time() > self._active_at + silence_s:
-                    raise ProcessEnded(f"it was silent for {silence_s:g} s")
+                    raise ProcessEnded(f"it made no call for {silence_s:g} s")
             return reading.result()
         finally:
             reading.cancel()
 
     async def _answer(self, child: _Child, ask: Ask) -> None:
-        """Perform a call, and send its answer or its error."""
+        """Perform a call, and send its result or error."""
         try:
             child.send(Answered(ask.call_id, await self._perform(child, ask)))
         except Exception as error:
@@ -392,8 +398,8 @@ class ProcessRun:
                 return encode(_blank(await self._lease.ask()))
             case WorkerCall.KEEP_TURNS:
                 parts, forgotten = decode(ask.body, tuple[tuple[JournalPart, ...], tuple[tuple[str, str], ...]])
-                for named in (*(part.assignment_id for part in parts), *(name for name, _ in forgotten)):
-                    self._check_own(named)
+                for assignment_id in (*(part.assignment_id for part in parts), *(name for name, _ in forgotten)):
+                    self._check_own(assignment_id)
                 return encode(await self._runs.coordinator.keep_turns(parts, forgotten))
             case WorkerCall.CHAT:
                 call = decode(ask.body, ModelCall)
@@ -408,14 +414,14 @@ class ProcessRun:
 
     @property
     def _held(self) -> Lease:
-        """The lease held, or the one that failed."""
+        """The current or failed lease."""
         if self._lease.lease is None:
-            raise Conflict(f"trajectory {self._assignment.assignment_id} is over")
+            raise Conflict(f"trajectory {self._assignment.assignment_id} has ended")
         return self._lease.lease
 
-    async def _generate(self, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
+    async def _generate(self, ask: Ask, on_progress: Callable[[Progress], None]) -> bytes:
         adapter = self._assignment.adapter
-        request = replace(decode(ask.body, GenerateRequest), adapter=adapter)  # whatever the process says
+        request = replace(decode(ask.body, GenerateRequest), adapter=adapter)  # do not trust the process' value
         self._check(request.request_id)
         holder, lease = self._lease, None
         generation: Generation | None = None
@@ -423,7 +429,7 @@ class ProcessRun:
         try:
             lease = await self._place(request)
             holder.begin()
-            generation = await self._engine.generate(request, tell)
+            generation = await self._engine.generate(request, on_progress)
         finally:
             holder.leave(lease, request, generation)
         self._runs.newest[adapter].see(generation, is_adapters=bool(adapter))
@@ -431,26 +437,26 @@ class ProcessRun:
         return encode(generation)
 
     async def _place(self, request: GenerateRequest) -> Lease:
-        """Return the lease to call under. No room is raised as EnginePaused, on which the process asks again, and
-        does not count the time."""
+        """Return the lease for a request. Raises EnginePaused if no replica has capacity."""
+        # On EnginePaused the process retries, and the time does not count towards the turn's deadline.
         try:
             has_images, num_tokens = bool(request.images), len(request.token_ids)
             needs = needs_of(request.sampling, num_tokens, has_images=has_images, adapter=request.adapter)
             return await self._lease.ask((), needs)
         except NoHealthyReplica as error:
-            raise EnginePaused(f"the turn waits for a place: {error.message}") from error
+            raise EnginePaused(f"the turn waits for capacity: {error.message}") from error
 
     def _check(self, request_id: str) -> None:
-        """Raises Forbidden for a request that is not this trajectory's."""
+        """Raise Forbidden for a request of another trajectory."""
         if not request_id.startswith(f"{self._assignment.assignment_id}@"):
-            raise Forbidden(f"{request_id!r} is no request of {self._assignment.assignment_id}")
+            raise Forbidden(f"{request_id!r} is not a request of trajectory {self._assignment.assignment_id}")
 
     def _check_own(self, assignment_id: str) -> None:
         if assignment_id != self._assignment.assignment_id:
-            raise Forbidden(f"{assignment_id!r} is not {self._assignment.assignment_id}")
+            raise Forbidden(f"trajectory {assignment_id!r} is not this process' {self._assignment.assignment_id}")
 
     def _own(self, record: Trajectory) -> Trajectory:
-        """Return a record under this trajectory's own name, whatever it says."""
+        """Return the record with this trajectory's identity, which the process is not trusted to set."""
         assignment = self._assignment
         return replace(
             record,
@@ -458,7 +464,8 @@ class ProcessRun:
             group_id=assignment.group_id,
             sample_index=assignment.sample_index,
             rollout_id=assignment.rollout_id,
-            attempt=max(record.attempt, assignment.attempt),  # its journal knows of more than a new coordinator
+            # The journal may have more attempts than a new coordinator.
+            attempt=max(record.attempt, assignment.attempt),
             num_stale_attempts=assignment.num_stale_attempts,
             adapter=assignment.adapter,
             times=None if record.times is None else record.times._replace(worker=self._runs.reporter.process_id),

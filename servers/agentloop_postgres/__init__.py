@@ -1,1 +1,1 @@
-"""A run's records, sessions and turn journals in PostgreSQL."""
+"""PostgreSQL as the storage backend of a run's records, sessions and turn journals."""

@@ -1,10 +1,10 @@
-"""PostgreSQL as the home of a run: a schema of the run's name, with a lease for who may write there.
+"""PostgreSQL as the storage backend of a run: a schema with the run's name, and a lease that permits writing.
 
-Needs the extra `postgres`; nothing imports this module but by name, where a run has such a home.
-Invariants: a lease is held by one owner at a time, by the server's clock, and a number that only grows tells its
-owners apart. An owner's transaction renews the lease, and so holds its row until it ends: another owner comes
-before it or after it, and what comes after a successor writes nothing. A connection that is lost is made again for
-the next transaction; whether a commit that was under way took place is then asked of the server.
+Requires the extra `postgres`; the module is imported by name, only for runs with this backend. At most one owner
+holds a lease at a time, by the server's clock, and an increasing number identifies the owner. A transaction of the
+owner renews the lease and thereby locks its row until it ends, so a new owner is serialized before or after it; a
+transaction after a new owner writes nothing. A lost connection is replaced for the next transaction, and the server
+is then asked whether an interrupted commit took effect.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from agentloop.errors import Conflict, InvalidRequest, NotFound, error_line
 from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Rows, Schema, shown_url
 
 _CONNECT_S = 5
-_STATEMENT_S = 60.0  # for one statement: the server, or the way to it, has stopped then
-_FATE_S = 5.0  # for a server that went away in a commit to come back
+_STATEMENT_S = 60.0  # timeout of one statement: the server or the network is then considered stopped
+_FATE_S = 5.0  # time to wait for a server that became unavailable during a commit
 _RETRY_S = 0.2
-_LOST = ("08", "57P", "25P03")  # codes of what ends a connection
-# A cut connection is noticed in seconds at both ends: until then its transaction holds the lease's row.
+_LOST = ("08", "57P", "25P03")  # prefixes of SQLSTATE codes that end a connection
+# Both ends must detect a cut connection within seconds, because until then its transaction locks the lease's row.
 _SOCKETS = {"keepalives_idle": 3, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
 _SERVER_SOCKETS = (
     "-c tcp_keepalives_idle=3 -c tcp_keepalives_interval=1 -c tcp_keepalives_count=3 -c tcp_user_timeout=5000"
@@ -61,7 +61,7 @@ CREATE TABLE IF NOT EXISTS leases (
     name TEXT PRIMARY KEY, number BIGINT NOT NULL, until TIMESTAMPTZ NOT NULL, holder TEXT NOT NULL);
 """
 _OWNER = "SELECT holder FROM leases WHERE name = ? AND until > clock_timestamp()"
-_ABOUT = Schema("about", 0, "", "FULL")  # the tables of any run
+_ABOUT = Schema("about", 0, "", "FULL")  # the tables that every run has
 _UNTIL = f"clock_timestamp() + interval '{LEASE_S} s'"
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -69,29 +69,32 @@ _log = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PostgresRun:
-    """A run's schema in a database. `folder` is the run's directory."""
+    """A run's schema in a database. `folder` is the run directory."""
 
     url: str = field(repr=False)
     name: str
     folder: Path
-    owner: str | None = None  # what tells runs of one name apart; "": a run that is to begin, None: any
-    keeps: Mapping[str, str] | None = field(default=None, repr=False)  # by name, for `kept`: the first stays
+    owner: str | None = None  # identifies the run among runs with equal names; "": a new run, None: any run
+    keeps: Mapping[str, str] | None = field(
+        default=None, repr=False
+    )  # values stored by name, unless already stored
     failure: ClassVar = psycopg.Error
 
     def open(self, schema: Schema, *, is_read_only: bool = False) -> PostgresDatabase:
-        """Connect, and make the tables of a store that is new.
+        """Connect, and create the tables of a new store.
 
-        Raises InvalidRequest, naming the URL, if there is no such database, it cannot be written, or it has another
-        run of this name or a format of a later release; and NotFound, read-only, if it has no such run.
+        Raises InvalidRequest, naming the URL, if the database does not exist or is not writable, or if it has
+        another run with this name or a format of another release. With `is_read_only`, raises NotFound if it has no
+        such run.
         """
         at = f"store {shown_url(self.url)}"
         try:
             params = conninfo_to_dict(self.url)
             if "@" in str(params.get("host")) or not str(params.get("port") or 0).replace(",", "").isdigit():
                 raise psycopg.ProgrammingError
-        except psycopg.ProgrammingError:  # whose message may quote the password
+        except psycopg.ProgrammingError:  # do not chain the error: its message may contain the password
             raise InvalidRequest(
-                f"{at}: not a URL as postgresql://USER@HOST:PORT/DATABASE", param="store"
+                f"{at}: malformed URL, expected postgresql://USER@HOST:PORT/DATABASE", param="store"
             ) from None
         db = PostgresDatabase(self, schema, is_read_only=is_read_only)
         try:
@@ -102,32 +105,35 @@ class PostgresRun:
             raise InvalidRequest(str(error), param="store") from error
         except psycopg.Error as error:
             db.close()
-            tried = "to read" if is_read_only else "to make"
+            action = "read" if is_read_only else "create"
             reason = error_line(error)
-            raise InvalidRequest(f"{at}: tried {tried} schema {self.name!r}: {reason}", param="store") from error
+            raise InvalidRequest(f"{at}: cannot {action} schema {self.name!r}: {reason}", param="store") from error
         except (InvalidRequest, NotFound):
             db.close()
             raise
         return db
 
     def kept(self) -> dict[str, str]:
-        """Return what the run keeps of `keeps`, by name; empty without such a run.
+        """Return the stored values of `keeps`, by name; empty if the run does not exist.
 
-        Raises InvalidRequest, and Conflict while a coordinator has the run.
+        Raises InvalidRequest, and Conflict while a coordinator owns the run.
         """
         try:
             db = self.open(_ABOUT, is_read_only=True)
         except NotFound:
             return {}
-        found = dict(db.execute("SELECT name, value FROM about").fetchall())
+        values = dict(db.execute("SELECT name, value FROM about").fetchall())
         owner = db.execute(_OWNER, (COORDINATOR_LEASE,)).fetchone()
         db.close()
         if owner is not None:
-            raise Conflict(f"a service still runs on run {self.name!r} of {shown_url(self.url)}: {owner[0]}")
-        return found
+            raise Conflict(
+                f"another service is still running run {self.name!r} of {shown_url(self.url)}: {owner[0]}; stop it"
+                " first"
+            )
+        return values
 
     def is_reachable(self) -> bool:
-        """Tell if the server's host answers, be it that there is no server."""
+        """Return True if the server's host responds, even if it refuses the connection."""
         params = conninfo_to_dict(self.url)
         host = str(params.get("host") or "/")
         if host.startswith("/"):
@@ -141,7 +147,8 @@ class PostgresRun:
         return True
 
     def url_elsewhere(self) -> str:
-        """Return a URL for hosts without what libpq reads on this one: variables, files of services and passwords.
+        """Return a URL that works on other hosts: it includes the values that libpq reads on this host from
+        environment variables, service files and password files.
 
         Raises InvalidRequest if the server does not answer.
         """
@@ -152,14 +159,14 @@ class PostgresRun:
             at = shown_url(self.url)
             raise InvalidRequest(f"store {at}: {error_line(error)}", param="store") from error
         host, place = params.get("host", ""), ""
-        if host and not set(host) & set("/,:"):  # else it stays among the options
+        if host and not set(host) & set("/,:"):  # sockets, host lists and IPv6 addresses stay in the options
             place = f"{params.pop('host')}:{params.pop('port', 5432)}"
         name = params.pop("dbname", "")
         rest = {key: value for key, value in params.items() if value and key not in ("service", "passfile")}
         return f"postgresql://{place}/{quote(name)}?{urlencode(rest, quote_via=quote)}"
 
     def lease(self, name: str) -> DatabaseLease:
-        """Return a lease of this run, not taken."""
+        """Return a lease of this run, without acquiring it."""
         return DatabaseLease(name)
 
     def _check(self, db: PostgresDatabase, schema: Schema, at: str) -> None:
@@ -167,42 +174,47 @@ class PostgresRun:
         if known is None and db.is_read_only:
             raise NotFound(f"{at} has no run {self.name!r}", param="store")
         if not db.is_read_only:
-            # Two that begin at once make the tables one after the other.
+            # Serialize the creation of the tables by processes that start at the same time.
             db.execute("SELECT pg_advisory_xact_lock(hashtext(?))", (self.name,))
             db.execute_as_is(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self.name)))
             db.execute_as_is(_TABLES)
         about = dict(db.execute("SELECT name, value FROM about").fetchall())
         if self.owner is not None and about.get("run", self.owner) != self.owner:
-            raise InvalidRequest(f"{at}: schema {self.name!r} is of another run", param="store")
-        found = int(about.get(schema.kind, schema.version if not db.is_read_only else 0))
-        if found != schema.version:
             raise InvalidRequest(
-                f"{at}: schema {self.name!r} has a {schema.kind} of format {found}, not {schema.version}",
+                f"{at}: schema {self.name!r} belongs to another run: choose another name for the run directory",
+                param="store",
+            )
+        version = int(about.get(schema.kind, schema.version if not db.is_read_only else 0))
+        if version != schema.version:
+            raise InvalidRequest(
+                f"{at}: schema {self.name!r} has a {schema.kind} of format {version}, not {schema.version}: use the"
+                " release that created it",
                 param="store",
             )
         if not db.is_read_only:
-            db.execute_as_is(_DIALECT.sub(lambda found: _TYPES[found[0]], schema.tables))
+            db.execute_as_is(_DIALECT.sub(lambda match: _TYPES[match[0]], schema.tables))
             rows = [(schema.kind, str(schema.version)), *([("run", self.owner)] if self.owner else [])]
             rows += (self.keeps or {}).items()
             db.executemany("INSERT INTO about VALUES (?, ?) ON CONFLICT DO NOTHING", rows)
 
 
 class _Connection(psycopg.Connection[Any]):
-    """A connection on which no statement waits for its answer without end."""
+    """A connection with a timeout for every statement."""
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
         return super().wait(gen, interval, _STATEMENT_S if timeout is None else timeout)
 
 
 class PostgresDatabase:
-    """A `Database` of one connection, which is made again when it is lost. Raises ConnectionError while it is."""
+    """A `Database` with a single connection, which is replaced after a loss. Raises ConnectionError while it is
+    lost."""
 
     def __init__(self, run: PostgresRun, schema: Schema, *, is_read_only: bool) -> None:
-        """Connects at `begin`."""
+        """Do not connect yet: `begin` does."""
         self._run = run
         self._schema = schema
         self._connection: psycopg.Connection[Any] | None = None
-        self._transaction: str | None = None  # the server's name for one that writes
+        self._transaction: str | None = None  # the server's id of the current writing transaction
         self._is_away = False
         self.is_read_only = is_read_only
         self.total_changes = 0
@@ -224,13 +236,13 @@ class PostgresDatabase:
         return self._done(many)
 
     def execute_as_is(self, statements: str | sql.Composed) -> Rows:
-        """Execute PostgreSQL's own SQL, also several statements at once."""
+        """Execute statements in PostgreSQL's dialect without translation; several statements are possible."""
         return self._done(lambda connection: connection.execute(cast(Any, statements)))
 
     def begin(self, *, writes: bool) -> None:
         try:
             self._begin(writes=writes)
-        except ConnectionError:  # it was lost while nothing was under way
+        except ConnectionError:  # the connection was lost while idle: retry once with a new one
             self._begin(writes=writes)
 
     def _begin(self, *, writes: bool) -> None:
@@ -239,9 +251,9 @@ class PostgresDatabase:
         if not writes:
             self.execute_as_is("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             return
-        begun = cast("psycopg.Cursor[Any]", self.execute_as_is("BEGIN; SELECT pg_current_xact_id()::text"))
-        begun.nextset()
-        self._transaction = begun.fetchall()[0][0]
+        cursor = cast("psycopg.Cursor[Any]", self.execute_as_is("BEGIN; SELECT pg_current_xact_id()::text"))
+        cursor.nextset()
+        self._transaction = cursor.fetchall()[0][0]
 
     def commit(self) -> None:
         transaction, self._transaction = self._transaction, None
@@ -252,7 +264,7 @@ class PostgresDatabase:
                 raise
 
     def rollback(self) -> None:
-        with suppress(ConnectionError):  # the server does it too
+        with suppress(ConnectionError):  # the server rolls back when the connection is lost
             self.execute_as_is("ROLLBACK")
 
     def num_bytes(self) -> int:
@@ -260,7 +272,7 @@ class PostgresDatabase:
         return int(self.execute(f"SELECT COALESCE(SUM(length(value)), 0) FROM ({kept}) kept").fetchone()[0])
 
     def shrink(self) -> int:
-        return 0  # the server does it
+        return 0  # PostgreSQL's autovacuum reclaims space
 
     def close(self) -> None:
         if self._connection is not None:
@@ -275,15 +287,15 @@ class PostgresDatabase:
         except psycopg.DataError as error:
             if error.sqlstate is not None:
                 raise
-            raise UnicodeError(str(error)) from error  # a NUL in a text, which the server never saw
+            raise UnicodeError(str(error)) from error  # a NUL in a text, which psycopg rejects before sending
         except psycopg.Error as error:
-            # ACTIVE: the statement still runs there, and its answer would be taken for the next one's.
+            # ACTIVE: the statement is still running, and its result would be read as the next statement's result.
             is_active = self._connection.info.transaction_status == TransactionStatus.ACTIVE
             if not (self._connection.closed or is_active or (error.sqlstate or "").startswith(_LOST)):
                 raise
             self.close()
-            tried = f"no answer within {_STATEMENT_S:g} s" if is_active else "the connection was lost"
-            raise self._away(tried, error) from error
+            problem = f"no answer within {_STATEMENT_S:g} s" if is_active else "the connection was lost"
+            raise self._away(problem, error) from error
         if cursor.description is None:
             self.total_changes += max(cursor.rowcount, 0)
         return cursor
@@ -296,11 +308,11 @@ class PostgresDatabase:
             settings: dict[str, Any] = {"application_name": "agentloop", "connect_timeout": _CONNECT_S, **_SOCKETS}
             url = make_conninfo(self._run.url, options=options, **settings)
             connection = _Connection.connect(url, autocommit=True)
-            connection.adapters.register_dumper(int, Int8BinaryDumper)  # raises OverflowError, as SQLite does
+            connection.adapters.register_dumper(int, Int8BinaryDumper)  # raises OverflowError, like SQLite
             connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(self._run.name)))
         except psycopg.OperationalError as error:
-            away = self._away(f"tried to connect for up to {_CONNECT_S} s", error)
-            if not self._is_away:  # the first of many
+            away = self._away(f"cannot connect (timeout {_CONNECT_S} s)", error)
+            if not self._is_away:  # log only the first failed attempt
                 _log.error("store_is_away", store=self._schema.kind, reason=str(away))
                 self._is_away = True
             raise away from error
@@ -309,11 +321,12 @@ class PostgresDatabase:
             self._is_away = False
         return connection
 
-    def _away(self, tried: str, error: Exception) -> ConnectionError:
-        return ConnectionError(f"store {shown_url(self._run.url)}: {tried}: {error_line(error)}")
+    def _away(self, problem: str, error: Exception) -> ConnectionError:
+        return ConnectionError(f"store {shown_url(self._run.url)}: {problem}: {error_line(error)}")
 
     def _was_committed(self, transaction: str) -> bool:
-        """Ask for the fate of a transaction, for a while. False: it was rolled back, or the server is away."""
+        """Query the status of a transaction for up to `_FATE_S`. Return False if it was rolled back, or if the
+        server is unavailable."""
         deadline_at = time.monotonic() + _FATE_S
         while time.monotonic() < deadline_at:
             with suppress(ConnectionError):
@@ -327,32 +340,35 @@ class PostgresDatabase:
 
 @lru_cache(maxsize=256)
 def _translated(statement: str) -> Any:
-    return _DIALECT.sub(lambda found: _TYPES[found[0]], statement)
+    return _DIALECT.sub(lambda match: _TYPES[match[0]], statement)
 
 
 class DatabaseLease:
-    """The right to write, under a number that every later owner exceeds."""
+    """The permission to write. Each owner has a number, which increases with every new owner."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def take(self, db: Database, own: int | None, above: int) -> int:
-        """Take it with a number greater than `above`, or get a greater one for it. Raises Conflict, naming the
-        owner, while another has it."""
+        """Acquire the lease with a number greater than `above`, or renew it with a greater number if it is held as
+        `own`.
+
+        Returns the number. Raises Conflict, naming the owner, while another process holds the lease.
+        """
         holder = f"process {os.getpid()} on {socket.gethostname()}"
-        taken = db.execute(
+        row = db.execute(
             f"INSERT INTO leases VALUES (?, ?, {_UNTIL}, ?) ON CONFLICT (name) DO UPDATE SET"
             f" number = GREATEST(leases.number + 1, excluded.number), until = {_UNTIL}, holder = excluded.holder"
             " WHERE leases.until <= clock_timestamp() OR leases.number = ? RETURNING number",
             (self._name, above + 1, holder, own),
         ).fetchone()
-        if taken is None:
+        if row is None:
             (other,) = db.execute("SELECT holder FROM leases WHERE name = ?", (self._name,)).fetchone()
-            raise Conflict(f"a service still runs on this run: {other}")
-        return int(taken[0])
+            raise Conflict(f"another service is still running this run: {other}; stop it first")
+        return int(row[0])
 
     def newest(self, db: Database, own: int) -> int | None:
-        """Return the number of its newest owner. If that is `own`, a transaction that writes renews the lease."""
+        """Return the number of the newest owner. If it is `own`, a writing transaction also renews the lease."""
         if cast(PostgresDatabase, db).is_read_only:
             row = db.execute("SELECT number FROM leases WHERE name = ?", (self._name,)).fetchone()
         else:
@@ -362,11 +378,11 @@ class DatabaseLease:
         return None if row is None else int(row[0])
 
     def release(self, db: Database, own: int) -> None:
-        """Leave it to the next owner at once."""
+        """Expire the lease immediately if it is held as `own`."""
         statement = "UPDATE leases SET until = clock_timestamp() WHERE name = ? AND number = ?"
         db.execute(statement, (self._name, own))
 
     def revoke(self, db: Database) -> None:
-        """Take it from its owner, if it has one. An owner's transaction that is under way comes before this."""
+        """Revoke the lease from its owner, if any. A running transaction of the owner is serialized before this."""
         statement = "UPDATE leases SET number = number + 1, until = clock_timestamp() WHERE name = ?"
         db.execute(statement, (self._name,))

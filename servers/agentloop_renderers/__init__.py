@@ -1,1 +1,1 @@
-"""Renderers and parsers of the package `renderers`, one for each model family."""
+"""Renderers and parsers from the package `renderers`, one for each model family."""

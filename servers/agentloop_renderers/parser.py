@@ -1,7 +1,7 @@
-"""Parsers of the `renderers` package behind our port: `parser: renderers:NAME`.
+"""Adapter for the parsers of the `renderers` package: `parser: renderers:NAME`.
 
-They read token ids: a turn's text is encoded again for them, and for them alone. They promise no linear time, tell
-nothing of a turn before its end, and know no grammars, so that calls cannot be forced.
+They parse token ids, so a turn's text is encoded again for them. They do not guarantee linear time, return nothing
+before the end of a turn, and have no grammars, so calls cannot be forced.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from agentloop.rendering.renderer import RenderSettings, model_text
 from agentloop.types import JSON, Constraint
 from agentloop_renderers.renderer import THINK_CLOSE, THINK_OPEN, Library, family_of
 
-_READ = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})  # unknown tools are for the toolbox
+_READ = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})  # the toolbox rejects unknown tools
 
 
 class LibraryParser:
-    """The parser of one family of the library, with the tokenizer of a model folder."""
+    """The parser of one model family of the library, with the tokenizer of a model folder."""
 
-    marks = Marks(openings=("",))  # any text may be a call, until the library has read the whole turn
+    marks = Marks(openings=("",))  # any text may be part of a call until the library has parsed the complete turn
 
     def __init__(self, folder: Path, family: str) -> None:
         """`family` is the library's name, or `auto`. Raises InvalidRequest and TemplateError."""
         self._text = model_text(folder)
         self._library = Library(*family_of(family, folder), self._text, RenderSettings())
-        # The text comes without its thought, which some of these parsers would look for at its beginning.
+        # The text has no reasoning, but some of these parsers expect it at the start: prepend an empty one.
         has_marks = all(self._text.tokens.id_of(mark) is not None for mark in (THINK_OPEN, THINK_CLOSE))
         self._no_thought = THINK_OPEN + THINK_CLOSE if has_marks else ""
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`. A text on which the library fails is content."""
+        """Implement `Parser.parse`. If the library fails, the text is returned as content."""
         ids = self._text.ids(self._no_thought + decoded.text)
         reader = self._library.under(NO_KWARGS)
         try:
@@ -55,19 +55,20 @@ class LibraryParser:
             except MalformedCall as malformed:
                 builder.add_malformed(start, end, malformed)
         if len(spans) > MAX_CALLS:
-            error = f"{len(spans) - MAX_CALLS} tool calls after the first {MAX_CALLS} were not read"
+            error = f"{len(spans) - MAX_CALLS} tool calls after the first {MAX_CALLS} were not parsed"
             builder.add_malformed(spans[MAX_CALLS][0], spans[-1][1], MalformedCall(error))
         return builder.finish()
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
-        """Raise UnsupportedParameter: the library has no grammars."""
+        """Raise UnsupportedParameter, because the library has no grammars."""
         raise UnsupportedParameter(
-            f"the parser renderers:{self._library.family} cannot force calls", param="tool_choice"
+            f"the parser renderers:{self._library.family} cannot force calls: use tool_choice 'auto'",
+            param="tool_choice",
         )
 
 
 def _chars(call: ParsedToolCall, ends: Sequence[int], num_chars: int) -> tuple[int, int]:
-    """Return the characters of a call; those of the whole turn where the library does not tell."""
+    """Return the character range of a call; the range of the complete turn if the library returns no range."""
     if call.token_span is None:
         return 0, num_chars
     first, last = call.token_span
@@ -75,8 +76,8 @@ def _chars(call: ParsedToolCall, ends: Sequence[int], num_chars: int) -> tuple[i
 
 
 def _arguments(call: ParsedToolCall) -> dict[str, JSON]:
-    """Return the arguments of a call that the library could read. Raises MalformedCall."""
-    error = MalformedCall(f"the tool call cannot be read: {call.status.value}", call.name or "")
+    """Return the arguments of a call that the library parsed. Raises MalformedCall."""
+    error = MalformedCall(f"the tool call cannot be parsed: {call.status.value}", call.name or "")
     arguments = call.arguments
     if isinstance(arguments, str):
         try:

@@ -1,8 +1,8 @@
-"""Adapter over the `renderers` package: renderers written by hand, one a model family.
+"""Adapter for the renderers of the `renderers` package, which has a hand-written renderer per model family.
 
-The package (Apache-2.0, https://pypi.org/project/renderers) renders, bridges and parses by token ids, without a
-template. It is given our tokenizer and masked messages: what it encodes goes through `Tokens.encode`, so content
-becomes no control token here either. Imported only where a config names it: the extra `renderers` installs it.
+The package (Apache-2.0, https://pypi.org/project/renderers) renders, bridges and parses token ids without a
+template. It gets our tokenizer and masked messages: it encodes through `Tokens.encode`, so content never becomes
+control tokens. This module is imported only if a config names it; the extra `renderers` installs the package.
 """
 
 from __future__ import annotations
@@ -34,28 +34,32 @@ from agentloop.types import JSON, Message, Thinking
 T = TypeVar("T")
 
 _UNUSABLE = {
-    "default": "it is a chat template in the library's hands; write `renderer: template`",
-    "custom": "write the renderer's own import path",
-    "gpt-oss": "it encodes with a vocabulary that it downloads, not with the model's tokenizer",
+    "default": "it only applies the chat template: use `renderer: template`",
+    "custom": "use the renderer's own import path",
+    "gpt-oss": "it encodes with a vocabulary that it downloads instead of the model's tokenizer",
 }
-_MAX_KWARGS = 64  # sets of template arguments whose renderers are kept
+_MAX_KWARGS = 64  # number of cached renderers, one for each set of template arguments
 _TEXT = "one sampled turn"
 _NUM_LAST = 16  # tokens
 _QUESTION = Message("user", "one question")
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"  # of every family of the library that is used here
+THINK_OPEN, THINK_CLOSE = (
+    "<think>",
+    "</think>",
+)  # the delimiters of all supported families
 
 
 def family_of(name: str, folder: Path) -> tuple[str, str]:
-    """Return the library's name of a family, and the published name of the model.
+    """Return the library's name of a model family, and the published name of the model.
 
-    `auto` is looked up by the folder's name, which must be the model's. Raises InvalidRequest with those there are.
+    `auto` looks up the folder's name, which must be the model's name. Raises InvalidRequest, naming the known
+    families.
     """
     models = {model.rpartition("/")[2]: model for model in MODEL_RENDERER_MAP}
     model = models.get(folder.name, folder.name)
     families = ", ".join(sorted(set(MODEL_RENDERER_MAP.values()) - set(_UNUSABLE)))
     if name == "auto" and model not in MODEL_RENDERER_MAP:
         raise InvalidRequest(
-            f"renderers:auto knows no model called {folder.name!r}: write its family, one of {families}",
+            f"renderers:auto knows no model named {folder.name!r}: use renderers:FAMILY with one of {families}",
             param="renderer",
         )
     family = MODEL_RENDERER_MAP[model] if name == "auto" else name
@@ -65,35 +69,37 @@ def family_of(name: str, folder: Path) -> tuple[str, str]:
 
 
 class LibraryTokenizer:
-    """Our tokenizer as the library calls one. Without offsets: no attribution of tokens is asked for."""
+    """Our tokenizer with the interface that the library expects. It has no offsets, which only attribution
+    needs."""
 
     unk_token_id = None
 
     def __init__(self, tokens: Tokens, model: str, eos_token_id: int) -> None:
         self._tokens = tokens
-        self.name_or_path = model  # some renderers differ by a family's sizes
+        self.name_or_path = model  # some renderers depend on the size of the model
         self.eos_token_id = eos_token_id
 
     def encode(self, text: str, **_: object) -> list[int]:
-        """Encode a text in which content is masked; nothing is added."""
+        """Encode a text with masked content, without adding special tokens."""
         return self._tokens.encode(text)
 
     def decode(self, token_ids: int | Sequence[int], **_: object) -> str:
-        """Decode ids, special tokens included."""
+        """Decode ids, including special tokens."""
         return self._tokens.decode([token_ids] if isinstance(token_ids, int) else token_ids)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
-        """Return the id of a token, or of each; None where the tokenizer has none."""
+        """Return the id of a token or of each token in a sequence; None for unknown tokens."""
         id_of = self._tokens.id_of
         return id_of(tokens) if isinstance(tokens, str) else [id_of(token) for token in tokens]
 
 
 class Library:
-    """One family's renderer of the library, made anew for other template arguments. For several threads."""
+    """The library's renderer of one model family, with one cached instance per set of template arguments.
+    Thread-safe."""
 
     def __init__(self, family: str, model: str, text: ModelText, settings: RenderSettings) -> None:
-        """Raises InvalidRequest for a family or arguments that the library refuses, and for a tokenizer that lacks
-        tokens of the family."""
+        """Raise InvalidRequest for a family or arguments that the library rejects, and for a tokenizer without the
+        family's tokens."""
         self.family = family
         self._tokenizer = LibraryTokenizer(text.tokens, model, text.stop_token_ids[0])
         self._settings = settings
@@ -102,19 +108,19 @@ class Library:
         self.arguments: frozenset[str] = template_field_names(self.under(NO_KWARGS).config)
 
     def under(self, kwargs: Mapping[str, JSON]) -> Any:
-        """Return the library's renderer under template arguments, which go before the service's own."""
+        """Return the library's renderer for template arguments, which take precedence over the service's own."""
         key = orjson.dumps(dict(kwargs), option=orjson.OPT_SORT_KEYS)
         with self._lock:
-            found = self._made.pop(key, None)
-            if found is None:
-                found = self._make({**self._settings.kwargs, **kwargs})
-            self._made[key] = found
+            renderer = self._made.pop(key, None)
+            if renderer is None:
+                renderer = self._make({**self._settings.kwargs, **kwargs})
+            self._made[key] = renderer
             if len(self._made) > _MAX_KWARGS:
                 self._made.popitem(last=False)
-        return found
+        return renderer
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run code of the library. Raises TemplateError with what it objected to: it may raise anything."""
+        """Run code of the library, which can raise any exception, and convert its exceptions to TemplateError."""
         try:
             return work()
         except AgentLoopError:
@@ -135,14 +141,14 @@ class Library:
 
 
 class LibraryRenderer(ModelText):
-    """A renderer of the library behind our port, `agentloop.rendering.Renderer`."""
+    """Implements `agentloop.rendering.Renderer` with a renderer of the library."""
 
     def __init__(self, folder: Path, family: str, settings: RenderSettings) -> None:
         """`family` is the library's name, or `auto`. Raises InvalidRequest and TemplateError."""
         text = model_text(folder, settings.stop_tokens)
         super().__init__(text.tokens, stop_token_ids=text.stop_token_ids, vocab_size=text.vocab_size)
         self.library = Library(*family_of(family, folder), self, settings)
-        self._prompts = PromptText(ChatTemplate("", {}), text.tokens, (), TemplateForm())  # for its entries alone
+        self._prompts = PromptText(ChatTemplate("", {}), text.tokens, (), TemplateForm())  # used for `entries` only
         self._hidden = HiddenMessages(f"renderers:{self.library.family}")
         self._has_tools = True
         report = examine(lambda _: _Conversation(self), self.ids)
@@ -169,9 +175,9 @@ class LibraryRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """See `Renderer.render`."""
+        """Implement `Renderer.render`."""
         if not messages:
-            raise InvalidRequest("there are no messages", param="messages")
+            raise InvalidRequest("messages is empty: give at least one message", param="messages")
         self._refuse_open(is_open)
         definitions = self._definitions(tools)
 
@@ -192,9 +198,12 @@ class LibraryRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """See `Renderer.bridge`. Which stop tokens close a turn is the library's decision."""
+        """Implement `Renderer.bridge`. The library decides which stop tokens close a turn."""
         if not appended or appended[0].role == "assistant":
-            raise InvalidRequest("after a sampled turn come the messages that answer it", param="messages")
+            raise InvalidRequest(
+                "the messages after a sampled turn must not be empty or start with an assistant message",
+                param="messages",
+            )
         self._refuse_open(is_open)
         definitions = self._definitions(tools)
 
@@ -209,7 +218,8 @@ class LibraryRenderer(ModelText):
     def _refuse_open(self, is_open: bool) -> None:
         if is_open:
             raise UnsupportedParameter(
-                f"renderers:{self.library.family} ends every message that it writes", param="continue_final_message"
+                f"continue_final_message is unsupported in renderers:{self.library.family}: it closes all messages",
+                param="continue_final_message",
             )
 
     def rendered(
@@ -220,9 +230,9 @@ class LibraryRenderer(ModelText):
         *,
         adds_generation_prompt: bool,
     ) -> list[int]:
-        """Render with masked definitions. Raises as `render`."""
+        """Render with masked tool definitions. Raises the errors of `render`."""
         if not self._has_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
-            raise TemplateError(f"renderers:{self.library.family} shows no tools", param="tools")
+            raise TemplateError(f"renderers:{self.library.family} does not support tools", param="tools")
         renderer, entries = self.library.under(kwargs), self._prompts.entries(messages)
         return self.library.run(
             lambda: list(
@@ -239,35 +249,35 @@ class LibraryRenderer(ModelText):
         end: TurnEnd,
         kwargs: Mapping[str, JSON] = NO_KWARGS,
     ) -> list[int]:
-        """Bridge with masked definitions. Raises as `bridge`.
-
-        The library asks for the ids before, so a synthetic turn stands for them. A turn that was cut gets the stop
-        token that the library's own rendering ends it with.
-        """
+        """Bridge with masked tool definitions. Raises the errors of `bridge`."""
+        # A turn that was cut gets the stop token with which the library itself would close it.
         if end.stop_id is None and (stop_id := self._own_stop(appended, definitions, kwargs)) is not None:
             closing = [*self.ids(THINK_CLOSE if end.is_thinking else end.closing or ""), stop_id]
             return closing + self.bridged(appended, definitions, TurnEnd(stop_id), kwargs)
         if not self._has_tools and any(message.role == "tool" for message in appended):
-            raise TemplateError(f"renderers:{self.library.family} shows no tools", param="tools")
+            raise TemplateError(f"renderers:{self.library.family} does not support tools", param="tools")
+        # The library requires the preceding ids: give it a synthetic prompt and turn.
         prompt = self.rendered([_QUESTION], definitions, kwargs, adds_generation_prompt=True)
         is_open = self.decode(prompt[-_NUM_LAST:]).rstrip().endswith(THINK_OPEN)
-        thought = ("" if is_open else THINK_OPEN) + ("" if end.is_thinking else THINK_CLOSE)
-        turn = [*self.ids(thought + _TEXT), *([] if end.stop_id is None else [end.stop_id])]
+        reasoning = ("" if is_open else THINK_OPEN) + ("" if end.is_thinking else THINK_CLOSE)
+        turn = [*self.ids(reasoning + _TEXT), *([] if end.stop_id is None else [end.stop_id])]
         renderer, entries = self.library.under(kwargs), self._prompts.entries(appended)
-        made = self.library.run(
+        bridged = self.library.run(
             lambda: renderer.bridge_to_next_turn(prompt, turn, entries, tools=list(definitions) or None)
         )
         num_before = len(prompt) + len(turn)
-        if made is None or made.token_ids[:num_before] != [*prompt, *turn]:
+        if bridged is None or bridged.token_ids[:num_before] != [*prompt, *turn]:
             raise TemplateNotPrefixStable(
-                f"renderers:{self.library.family} renders the whole conversation anew here", param="messages"
+                f"renderers:{self.library.family} cannot append these messages: it renders the conversation again",
+                param="messages",
             )
-        return list(made.token_ids[num_before:])
+        return list(bridged.token_ids[num_before:])
 
     def _own_stop(
         self, appended: Sequence[Message], definitions: Sequence[JSON], kwargs: Mapping[str, JSON]
     ) -> int | None:
-        """Return the stop token that a whole rendering has between a turn and these messages; None without one."""
+        """Return the stop token between a turn and these messages in a complete rendering; None if there is no such
+        token."""
         messages = [_QUESTION, Message("assistant", _TEXT), *appended]
         ids = self.rendered(messages, definitions, kwargs, adds_generation_prompt=True)
         decoded = self.decode_with_offsets(ids)
@@ -282,7 +292,7 @@ class LibraryRenderer(ModelText):
 
 
 class _Conversation:
-    """The library's texts, for the trial of bridges."""
+    """Implements `RenderedConversation` with the library, for the template check of bridges."""
 
     def __init__(self, renderer: LibraryRenderer) -> None:
         self._renderer = renderer
@@ -290,10 +300,10 @@ class _Conversation:
     def text(
         self, messages: Sequence[Message], definitions: Sequence[JSON], *, adds_generation_prompt: bool = True
     ) -> str:
-        """See `RenderedConversation.text`."""
+        """Implement `RenderedConversation.text`."""
         ids = self._renderer.rendered(messages, definitions, adds_generation_prompt=adds_generation_prompt)
         return self._renderer.decode(ids)
 
     def bridge(self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd) -> str:
-        """See `RenderedConversation.bridge`."""
+        """Implement `RenderedConversation.bridge`."""
         return self._renderer.decode(self._renderer.bridged(appended, definitions, end))

@@ -1,7 +1,7 @@
 """The Ray Serve application: the coordinator and the engines of each model, the workers, the ingress processes.
 
-`processes/` has a module for each kind of process. Requests with tokens go to the replicas' own ports, never
-through Serve. A Serve config imports `build`; `local.py` starts the same application on a local Ray.
+`processes/` has a module for each kind of process. Requests with tokens use the replicas' own ports, never Serve. A
+Serve config imports `build`; `local.py` starts the same application on a local Ray.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from agentloop_servers.users import keys_of
 
 APP_NAME = "agentloop"
 COORDINATOR_NAME = "Coordinator"
-ENDS_TURNS_WITHIN_S = 70.0  # of a replica that there are fewer of: its server waits a minute for turns in flight
-COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
+ENDS_TURNS_WITHIN_S = 70.0  # shutdown time of a replica that autoscaling removes: it waits a minute for its turns
+COORDINATOR_STAYS_S = 1.0  # all processes shut down at once, and the others deregister at the coordinator
 
 _log = structlog.get_logger("app")
 
@@ -66,7 +66,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     """Return the application for a Serve config's `args`, the fields of `ServiceConfig`. Raises InvalidRequest."""
     config = ServiceConfig.model_validate(args)
     if config.port == 0:
-        raise InvalidRequest("a service that is deployed needs a port, which its processes share", param="port")
+        raise InvalidRequest(
+            "port 0 is not supported in a deployed service, because its processes share a port: a deployed service"
+            " needs a port number",
+            param="port",
+        )
     run_dir = Path(config.run_dir) if config.run_dir else run_dir_in(Path("runs"))
     return application(config, run_dir)
 
@@ -74,8 +78,8 @@ def build(args: dict[str, Any]) -> serve.Application:
 def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     """Return the bound deployments: coordinator and engines of each model, the workers, the ingress.
 
-    Checks the config, the model and the cluster before anything is started or written. Raises InvalidRequest, and
-    the errors of `load_chat_format` for a model whose chat format is unknown.
+    Checks the config, the model and the cluster before any process is started or file written. Raises
+    InvalidRequest, and the errors of `load_chat_format`.
     """
     config, run_dir = for_nodes(config), run_dir.resolve()  # Ray changes a replica's working directory
     where_the_run_is(config, restore_run, config, run_dir)
@@ -90,12 +94,15 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         config.tls.check()
     check_certificates(config)
     configs = config.of_models
-    for one in configs.values():
-        check_model(one)
+    for each in configs.values():
+        check_model(each)
     if config.served_name in configs:
-        raise InvalidRequest(f"two models are called {config.served_name!r}", param="models")
+        raise InvalidRequest(
+            f"two models are called {config.served_name!r}: change endpoint.model_name or the name in `models`",
+            param="models",
+        )
     if config.turns is not None:
-        sizes = {one.served_name: one.num_gpu_engines * weight_bytes(one) for one in configs.values()}
+        sizes = {each.served_name: each.num_gpu_engines * weight_bytes(each) for each in configs.values()}
         check_turns(sizes, psutil.virtual_memory().available)
     check_hosts(config, node_resources(), node_labels())
     trust = where_the_run_is(config, begun_run, config, run_dir)
@@ -103,16 +110,16 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     others = [ModelRun(name, path, begun_run(configs[name], path)) for name, path in dirs.items()]
     stored, head = store_elsewhere(config, run_dir), where_the_run_is(config, node_address, config)
     deployed = [
-        one
+        deployment
         for model in (ModelRun("", run_dir, trust), *others)
-        for one in model_processes(stored, configs[model.name], model, head, () if model.name else others)
+        for deployment in model_processes(stored, configs[model.name], model, head, () if model.name else others)
     ]
-    # Without the database's password: workers run users' code.
+    # Remove the database's password, because workers run user code.
     where = (config.model_copy(update={"store": None}), run_dir)
     workers = processes(
         AgentLoopWorkerDeployment,
         "AgentLoopWorker",
-        health_check_timeout_s=config.workers.silent_after_s / 2,  # the second failed check moves its work
+        health_check_timeout_s=config.workers.silent_after_s / 2,  # a worker is lost after two failed checks
         placement=on_each_node(config, config.workers.replicas or 1),
     )
     ingress = processes(
@@ -122,7 +129,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         max_ongoing_requests=10_000,
     )
     of_workers = [replace(other, trust=other.trust.of_workers) for other in others]
-    own_keys = {one.name: keys_of(configs[one.name]) for one in config.models if one.keys is not None}
+    own_keys = {named.name: keys_of(configs[named.name]) for named in config.models if named.keys is not None}
     # Serve deploys the ingress and its arguments, so the ingress takes the other deployments as arguments.
     deployed.append(workers.bind(*where, trust.of_workers, config.store is not None, of_workers))
     return ingress.bind(stored, run_dir, trust, {"": keys, **own_keys}, others, *deployed)
@@ -131,13 +138,17 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
 def model_processes(
     service: ServiceConfig, config: ServiceConfig, model: ModelRun, head: str, others: Sequence[ModelRun]
 ) -> list[serve.Application]:
-    """Return the coordinator of a model, and its engine replicas. `service` has the store; `others` take turns."""
+    """Return the deployments of a model's coordinator and engine replicas.
+
+    `service` is the service's config with its store. `others` are the models that share the accelerators with
+    `turns`.
+    """
     stateless = service.model_copy(update={"store": None})
     coordinator = processes(
         CoordinatorDeployment,
         of_model(COORDINATOR_NAME, model.name),
         actor=coordinator_place(config),
-        health_check_period_s=1.0,  # all wait for it
+        health_check_period_s=1.0,  # short, because all other processes wait for the coordinator
         stays_s=COORDINATOR_STAYS_S,
     ).bind(service, model.run_dir, model.trust, head, model.name, others if service.turns is not None else ())
     engines = [
@@ -154,7 +165,7 @@ def model_processes(
 
 
 def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
-    """Return a config whose store other nodes reach too. Raises InvalidRequest."""
+    """Return the config with a store URL that other nodes can use, too. Raises InvalidRequest."""
     if config.cluster is None or config.store is None:
         return config
     url = where_the_run_is(config, url_elsewhere, config, run_dir)
@@ -162,9 +173,12 @@ def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
 
 
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
-    """Begin a run in its directory, or go on with it; returns what its processes trust. Raises InvalidRequest."""
+    """Start or continue a run in its directory. Return the secret and certificates of its processes.
+
+    Raises InvalidRequest.
+    """
     check_store(config, run_dir)
-    # A missing or misconfigured part is refused before anything starts.
+    # Load optional packages now, so that a missing or misconfigured one is an error before any process starts.
     configured(config)
     registered_routes(config.routes)
     if config.workers.isolation != "none":

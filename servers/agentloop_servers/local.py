@@ -1,7 +1,7 @@
-"""A service on a local Ray of its own: started, ready, and gone again without a process left behind.
+"""Start and stop of a service on a local Ray instance, without leaving processes behind.
 
-Every port is free or chosen by the system, so two such services run side by side. What Ray and the engines print
-goes to files that the run directory links to.
+All ports are configured or chosen by the system, so several such services can run on one host. The output of Ray
+and the engines is in files to which the run directory has a link.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from agentloop_servers.cluster.nodes import find_coordinator, for_nodes, node_la
 from agentloop_servers.cluster.ray_start import RayStart
 from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import CoordinatorClient
-from agentloop_servers.net.tcp import listening_socket, url_of
+from agentloop_servers.net.tcp import free_ports, listening_socket, url_of
 from agentloop_servers.processes.checks import check_hosts, check_resources
 from agentloop_servers.run.locks import pass_on_signal
 
 T = TypeVar("T")
 Say = Callable[[str], object]
-"""Shows a line of progress to the one that waits for a start."""
+"""Shows a line of progress while a service starts."""
 
-_BESIDE_ENGINES_S = 120.0  # of a start, after the time that its engines may take: they say first why they did not
-WEIGHTS_GRACE_S = 10.0  # for replicas to bring, or load, the weights of a run that goes on
+_BESIDE_ENGINES_S = 120.0  # added to the engines' start timeout, so that a failing engine reports its reason first
+WEIGHTS_GRACE_S = 10.0  # time for replicas of a resumed run to report or load their weights
 AUTH_MODE = "RAY_AUTH_MODE"
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Request|Unreadable|Unavailable|Broken|Stable|Mismatch)\b.*: ")
 
 _log = structlog.get_logger("local")
 
-RAY_LINK = "ray"  # within the run directory: the session whose logs hold what Ray and the engines printed
+RAY_LINK = "ray"  # link in the run directory to the logs of the Ray session, with the output of Ray and the engines
 
 
 def _say_nothing(line: str) -> None:
-    """Show no progress."""
+    pass
 
 
 def _do_nothing() -> None:
-    """Have nothing to begin."""
+    pass
 
 
 @asynccontextmanager
@@ -67,26 +67,26 @@ async def running_service(
     begin: Callable[[], object] = _do_nothing,
     say: Say = _say_nothing,
 ) -> AsyncIterator[str]:
-    """Start the service, yield its base URL once it is ready, stop everything on the way out.
+    """Start the service, yield its base URL when it is ready, and stop it at the end of the block.
 
-    It runs on a Ray of its own, or on the cluster at `address`, which stays. With `waits_for_weights` it is ready
-    also if no replica takes traffic before somebody pushes weights. `begin` is called once the config is known to
-    be good and the run directory is made, before anything is started.
+    It runs on a new local Ray instance, or on the cluster at `address`, which is not stopped. With
+    `waits_for_weights`, the service is ready even if no replica accepts traffic until weights are pushed. `begin`
+    is called after the config was validated and the run directory was created, before any process is started.
 
-    Raises InvalidRequest for a config that cannot run, here or at all, and ServiceUnavailable if the port is taken
-    or the service does not start; the run directory's link to Ray's logs leads to the reason.
+    Raises InvalidRequest for a config that cannot run on this host, and ServiceUnavailable if the port is in use or
+    the service does not start; the reason is in Ray's logs, to which the run directory has a link.
     """
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
     if address is not None:
         await _to_its_end(join_ray, address)
     hidden: dict[str, str] = {}
-    is_deployed = False  # until then an application of this name is another service's, where Ray was there before
+    is_deployed = False
     url = url_of(config.host, config.port, config.scheme)
     try:
-        model_sizes(config)  # refuses what the coordinator would refuse half a minute later
+        model_sizes(config)  # fails early: the coordinator would raise the same error half a minute later
         app = application(config, run_dir)
         begin()
-        hidden = config.hide_keys()  # before anything is started; the application has their digests
+        hidden = config.hide_keys()  # before any process is started; the application has the keys' digests
         if config.users is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, pass_on_signal, run_dir, signal.SIGHUP)
         if address is None:
@@ -108,54 +108,57 @@ async def running_service(
 
 
 def start_ray(run_dir: Path, start: RayStart | None = None) -> None:
-    """Start a new local Ray, quiet, whatever cluster the environment names. Its ports ask for Ray's token.
+    """Start a new local Ray instance without output, even if the environment names a cluster. Its ports require a
+    token.
 
-    Its actors have the priority of any other process: on a busy host they would start ten times as slowly.
-
-    Raises InvalidRequest if the environment says that they shall not, and ServiceUnavailable if they do not.
+    Raises InvalidRequest if the environment disables the token, and ServiceUnavailable if Ray does not require it.
     """
     if os.environ.get(AUTH_MODE, "token") != "token":
-        raise InvalidRequest(f"{AUTH_MODE} is set to another mode than token: Ray's ports would be open")
+        raise InvalidRequest(
+            f"{AUTH_MODE} is {os.environ[AUTH_MODE]!r}, but must be 'token' or unset: without a token, anyone who"
+            " can use Ray's ports can run code"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Normal priority: with Ray's default of nice 15, actors start ten times as slowly on a busy host.
     os.environ.setdefault(NICENESS, "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     context = (start or RayStart(_say_nothing)).run(
         include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
     )
-    if os.environ.get(AUTH_MODE) != "token":  # which Ray has set, for all that it starts
-        raise ServiceUnavailable("this Ray does not ask for its token: its ports are open")
+    if os.environ.get(AUTH_MODE) != "token":  # Ray sets the variable for all processes that it starts
+        raise ServiceUnavailable("Ray was started without requiring a token, so its ports are open")
     link = run_dir / RAY_LINK
-    link.unlink(missing_ok=True)  # a run that goes on has one of its last start
+    link.unlink(missing_ok=True)  # a resumed run has the link of its last start
     link.symlink_to(Path(context.address_info["session_dir"]) / "logs")
 
 
 def join_ray(address: str) -> None:
-    """Join a Ray cluster that runs; `auto` is this host's. Raises ServiceUnavailable if there is none."""
+    """Connect to a running Ray cluster; `auto` is the one on this host. Raises ServiceUnavailable if it fails."""
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except Exception as error:  # ConnectionError, RuntimeError, ValueError
-        raise ServiceUnavailable(f"no Ray cluster at {address}: {error_line(error)}") from error
+        raise ServiceUnavailable(f"cannot connect to a Ray cluster at {address}: {error_line(error)}") from error
 
 
 def stop_ray(is_deployed: bool = True) -> None:
-    """End the application gracefully, if it is deployed, then Ray, if it is this process's own.
+    """Delete the application gracefully if it is deployed, then stop Ray if this process started it.
 
-    Safe to call when neither runs.
+    Safe to call if neither is running.
     """
     if not ray.is_initialized():
         return
     try:
         if is_deployed:
-            serve.delete(APP_NAME)  # replicas close their engines; Serve itself ends with Ray
-    except Exception as error:  # RayServeException, RayError, or a plain one where Serve remembers an earlier Ray
-        _log.debug("application_not_deleted", error=str(error))  # interrupted before there was one
+            serve.delete(APP_NAME)  # replicas close their engines; Serve itself stops with Ray
+    except Exception as error:  # RayServeException, RayError, or a plain exception if Serve cached an earlier Ray
+        _log.debug("application_not_deleted", error=str(error))  # the start was interrupted before the deployment
     finally:
         ray.shutdown()
 
 
 def _deploy(app: serve.Application) -> None:
-    """Hand the application, which has a port of its own, to Serve, without waiting for its replicas."""
+    """Deploy the application without waiting for its replicas, and without Serve's proxy: it has its own port."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.start(proxy_location="Disabled", logging_config=quiet)
     target = serve.RunTarget(app, name=APP_NAME, route_prefix=None, logging_config=quiet)
@@ -163,9 +166,9 @@ def _deploy(app: serve.Application) -> None:
 
 
 async def drain(config: ServiceConfig, run_dir: Path, grace_s: float) -> int:
-    """Have the service begin nothing more, and wait for what runs, at most `grace_s`.
+    """Make the service reject new work, and wait for running trajectories for at most `grace_s`.
 
-    Returns the trajectories that are unfinished then: a resumed service goes on with them.
+    Returns the number of unfinished trajectories, with which a resumed service continues.
     """
 
     client = CoordinatorClient(partial(find_coordinator, APP_NAME), run_trust(for_nodes(config), run_dir))
@@ -182,7 +185,8 @@ async def drain(config: ServiceConfig, run_dir: Path, grace_s: float) -> int:
 
 
 async def _wait_until_ready(url: str, run_dir: Path, say: Say, within_s: float, *, waits_for_weights: bool) -> None:
-    """Poll until all deployments run and a replica takes traffic, and show progress. Raises ServiceUnavailable."""
+    """Poll until all deployments are running and a replica accepts traffic; show progress. Raises
+    ServiceUnavailable."""
     up_at: float | None = None
     progress = _StartView(say)
     timeout = aiohttp.ClientTimeout(total=5)
@@ -203,12 +207,14 @@ async def _wait_until_ready(url: str, run_dir: Path, say: Say, within_s: float, 
             if state is not None and state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise ServiceUnavailable(f"the service did not start: {_reason(state)}. See {run_dir / RAY_LINK}")
             if now > deadline_at:
-                raise ServiceUnavailable(f"not ready within {within_s:g} s. See {run_dir / RAY_LINK}")
+                raise ServiceUnavailable(
+                    f"the service was not ready within {within_s:g} s. See {run_dir / RAY_LINK}"
+                )
             await asyncio.sleep(0.2)
 
 
 class _StartView:
-    """Lines of a start: one for each deployment whose processes have come a step further."""
+    """Shows the progress of a start: a line whenever the states of a deployment's processes change."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -216,7 +222,7 @@ class _StartView:
         self._started_at = time.monotonic()
 
     def show(self, state: ApplicationStatusOverview) -> None:
-        """Say what has changed since the last time."""
+        """Show the deployments that have changed since the last call."""
         for name, deployment in state.deployments.items():
             counts = {str(kind).lower(): count for kind, count in deployment.replica_states.items() if count > 0}
             line = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
@@ -226,7 +232,7 @@ class _StartView:
 
 
 def _reason(state: ApplicationStatusOverview) -> str:
-    """Return why a deployment failed: the last line of its traceback, or what Serve says of the application."""
+    """Return the reason of a failed deployment: the last error line of its traceback, or Serve's message."""
     for name, deployment in state.deployments.items():
         lines = [line.strip() for line in deployment.message.splitlines()]
         errors = [line for line in lines if _RAISED.match(line)]
@@ -246,22 +252,26 @@ async def _health(session: aiohttp.ClientSession, url: str) -> int | None:
 async def _to_its_end(
     function: Callable[..., T], *arguments: object, give_up: Callable[[], object] = _do_nothing
 ) -> T:
-    """A blocking call in a thread. A cancellation waits for its end, which `give_up` brings near: Ray must not be
-    stopped under it."""
+    """Run a blocking call in a thread. A cancellation calls `give_up` and waits for the call, because Ray must not
+    be stopped while the call uses it."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:
         give_up()
         await asyncio.wait([call])
-        call.exception()  # the cancellation says enough
+        call.exception()  # mark it as retrieved: only the cancellation is raised
         raise
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """Return `port`, or for 0 one that nobody listens on now. Raises ServiceUnavailable if it is taken."""
+    """Return `port`, or for 0 a port that is currently free. Raises ServiceUnavailable if the port is in use."""
     try:
-        with listening_socket(host, port) as probe:
-            return int(probe.getsockname()[1])
+        if port == 0:
+            return free_ports(1, host)[0]
+        with listening_socket(host, port):
+            return port
     except OSError as error:
-        raise ServiceUnavailable(f"{url_of(host, port)} cannot be listened on: {error.strerror}") from error
+        raise ServiceUnavailable(
+            f"cannot listen on {url_of(host, port)}: {error.strerror}; stop the other process, or change the port"
+        ) from error

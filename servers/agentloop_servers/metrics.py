@@ -1,4 +1,4 @@
-"""Metrics: each process reports them to the coordinator, which writes them in the text format of Prometheus."""
+"""The metrics reporter of each process, and the export of the coordinator's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from agentloop.observability.metrics import (
 
 ENGINE_PREFIXES = ("vllm:",)
 
-GOODBYE_S = 1.0  # Serve gives a process 5 s to end
+GOODBYE_S = 1.0  # timeout of the last report: Serve gives a process 5 s to shut down
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class MetricsReporter:
-    """The reports of one process. Construct it on the process's event loop, which it watches from then on."""
+    """Reports the metrics of one process periodically. Construct it on the process's event loop, which it
+    monitors."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class MetricsReporter:
         gauges: Callable[[], Sequence[MetricSample]] = tuple,
         engine: Callable[[], str] = str,
     ) -> None:
-        """`process` is the label of its gauges; `gauges` returns those that it has beside every process's, and
-        `engine` its engine's own metrics."""
+        """`process` is the label value of its gauges. `gauges` returns additional gauges, and `engine` the engine's
+        own metrics in Prometheus' text format."""
         self._process = process
         self._tally = tally
         self._report = report
@@ -56,11 +57,11 @@ class MetricsReporter:
         self._watch = LoopWatch()
         self._psutil = psutil.Process()
         self._life, self._sequence = uuid.uuid4().hex, 0
-        self._counted: MetricsPage | None = None  # of the last report, unless it was answered
+        self._counted: MetricsPage | None = None  # counts of the last report until it is acknowledged
         self._task = asyncio.create_task(self._run(), name="metrics")
 
     async def close(self) -> None:
-        """Say goodbye to the coordinator, with what was counted since the last report, and stop."""
+        """Send a last report with the counts since the previous report, and stop."""
         self._watch.close()
         self._task.cancel()
         try:
@@ -80,7 +81,7 @@ class MetricsReporter:
             await asyncio.sleep(REPORT_S)
 
     async def _send(self, gauges: tuple[MetricSample, ...], *, is_last: bool = False) -> None:
-        """Report what was not answered once more, else what was counted since."""
+        """Repeat the last report if it was not acknowledged; otherwise report the counts since then."""
         if self._counted is None:
             self._sequence, self._counted = self._sequence + 1, self._tally.take()
         counted, blocked = self._counted, self._watch.blocked
@@ -102,51 +103,54 @@ class MetricsReporter:
 
 
 def engine_text() -> str:
-    """Return the metrics that an engine of this process has registered with the library; empty without one."""
+    """Return the metrics that an engine in this process has registered with prometheus_client; "" without an
+    engine."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([one for one in REGISTRY.collect() if one.name.startswith(ENGINE_PREFIXES)]))
+    registry.register(
+        _Families([metric for metric in REGISTRY.collect() if metric.name.startswith(ENGINE_PREFIXES)])
+    )
     return generate_latest(registry).decode()
 
 
 def prometheus_text(page: MetricsPage) -> bytes:
-    """Return a page in Prometheus' text format, with the families that have a series."""
+    """Return a page in Prometheus' text format. Families without a series are omitted."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Page(page))
     return generate_latest(registry)
 
 
 class _Page(Collector):
-    """A page as the library's families."""
+    """Converts a page to metric families of prometheus_client."""
 
     def __init__(self, page: MetricsPage) -> None:
         self._page = page
 
     def collect(self) -> Iterator[Metric]:
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         for sample in self._page.samples:
             family = FAMILIES[sample.name]
-            metric = found.setdefault(sample.name, _metric(family))
+            metric = metrics.setdefault(sample.name, _metric(family))
             assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
             metric.add_metric(sample.labels, sample.value)
-        for seen in self._page.observed:
-            family = FAMILIES[seen.name]
-            metric = found.setdefault(seen.name, _metric(family))
+        for observed in self._page.observed:
+            family = FAMILIES[observed.name]
+            metric = metrics.setdefault(observed.name, _metric(family))
             assert isinstance(metric, HistogramMetricFamily)
             buckets, num = [], 0
-            for bound, count in zip((*family.buckets, float("inf")), seen.counts, strict=True):
+            for bound, count in zip((*family.buckets, float("inf")), observed.counts, strict=True):
                 num += count
                 buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", num))
-            metric.add_metric(seen.labels, buckets, seen.total)
+            metric.add_metric(observed.labels, buckets, observed.total)
         for replica, text in self._page.engines:
             for metric in text_string_to_metric_families(text):
-                theirs = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                for one in metric.samples:
-                    theirs.add_sample(one.name, {**one.labels, "replica": replica}, one.value)
-        yield from found.values()
+                combined = metrics.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for point in metric.samples:
+                    combined.add_sample(point.name, {**point.labels, "replica": replica}, point.value)
+        yield from metrics.values()
 
 
 class _Families(Collector):
-    """Families of the library as they are."""
+    """Exports metric families of prometheus_client unchanged."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families

@@ -1,4 +1,5 @@
-"""Receivers of ended trajectories and weight updates, which optional parts register: traces, for example."""
+"""Sinks: receivers of finished trajectories and weight updates, registered by optional packages, such as
+tracing."""
 
 from __future__ import annotations
 
@@ -19,29 +20,33 @@ Ended = Trajectory | UpdateReport
 
 
 class Sink(Protocol):
-    """A registered receiver, made with the keyword arguments `settings`, `run` and `model`: the names of these."""
+    """A registered sink, constructed with the keyword arguments `settings`, `run` and `model` (the last two are
+    names)."""
 
     def give(self, ended: Ended) -> None:
-        """Take a record or an update. Called in the event loop: it returns at once and raises nothing."""
+        """Queue a record or an update. Called in the event loop: it must not block or raise."""
 
     def close(self) -> None:
-        """Send the queued records, within a few seconds. Called in a thread."""
+        """Send the queued records within a few seconds. Called in a thread."""
 
 
 def configured(config: ServiceConfig) -> list[tuple[Callable[..., Sink], dict[str, BaseModel]]]:
-    """Return the sinks of a config with their settings.
+    """Return the sinks of a config with their validated settings.
 
-    Raises InvalidRequest for a sink that is not installed, and for settings that it refuses.
+    Raises InvalidRequest for a sink that is not installed, and for invalid settings.
     """
-    given = config.sinks.items()
-    sinks = [parts.configured(parts.SINKS, name, settings, param=f"sinks.{name}") for name, settings in given]
+    sinks = [
+        parts.configured(parts.SINKS, name, settings, param=f"sinks.{name}")
+        for name, settings in config.sinks.items()
+    ]
     if config.tracing is not None:
         sinks.append((parts.load(parts.SINKS, "tracing", param="tracing"), {"settings": config.tracing}))
     return sinks
 
 
 def begin_sinks(config: ServiceConfig, run_dir: Path, closing: AsyncExitStack) -> Callable[[Any], None]:
-    """Start this process's sinks, until `closing`. Returns the function that passes ended records to them."""
+    """Start this process's sinks, which `closing` closes. Return a function that passes finished records to
+    them."""
     run, model = run_dir.name, config.served_name
     sinks = [sink(**settings, run=run, model=model) for sink, settings in configured(config)]
     for sink in sinks:

@@ -1,9 +1,9 @@
-"""The users of a service, from the file that its config names; read at the start, and again when it is told to.
+"""The users of a service, from the file in its config; read at the start and after SIGHUP.
 
 users:
   - name: alice
     keys: [9f86d08…]      # SHA-256 of each key, in hex: printf %s "$KEY" | sha256sum
-    retired: []           # of keys that open nothing any more; what was stored under them is alice's
+    retired: []           # digests of keys that are no longer valid; data stored under them belongs to alice
     admin: false
     adapters: false       # may push LoRA adapters by name, for its own calls
     share: 1
@@ -49,7 +49,7 @@ class _User(_OfUsersFile):
 
     def user(self) -> User:
         limits = UserLimits(**self.limits.model_dump(), share=self.share)
-        keys, retired = (tuple(map(bytes.fromhex, found)) for found in (self.keys, self.retired))
+        keys, retired = (tuple(map(bytes.fromhex, digests)) for digests in (self.keys, self.retired))
         return User(self.name, keys, retired, self.admin, limits, self.adapters)
 
 
@@ -60,20 +60,20 @@ class _UsersFile(_OfUsersFile):
     def _check_names(self) -> Self:
         names = [user.name for user in self.users]
         digests = [digest for user in self.users for digest in (*user.keys, *user.retired)]
-        for found, what in ((names, "name"), (digests, "key")):
-            if len(set(found)) < len(found):
-                raise ValueError(f"a {what} occurs twice")
+        for values, kind in ((names, "name"), (digests, "key")):
+            if len(set(values)) < len(values):
+                raise ValueError(f"a {kind} occurs twice: each must belong to one user")
         return self
 
 
 def load_users(path: Path) -> tuple[User, ...]:
     """Read a file of users. Raises InvalidRequest, naming the file and the field."""
     try:
-        return tuple(one.user() for one in _UsersFile.model_validate(yaml.safe_load(path.read_bytes())).users)
+        return tuple(entry.user() for entry in _UsersFile.model_validate(yaml.safe_load(path.read_bytes())).users)
     except OSError as error:
-        raise InvalidRequest(f"cannot read the users of {path}: {error.strerror}", param="users") from error
+        raise InvalidRequest(f"cannot read the user file {path}: {error.strerror}", param="users") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} is no YAML: {error}", param="users") from error
+        raise InvalidRequest(f"{path} is not valid YAML: {error}", param="users") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "users"
@@ -81,15 +81,15 @@ def load_users(path: Path) -> tuple[User, ...]:
 
 
 def table_of(users: tuple[User, ...]) -> UserTable:
-    """Return users as the coordinator knows them: by their names, without keys."""
+    """Return the users' names and limits for the coordinator, without keys."""
     names = {name: user.name for user in users for name in user.names}
     return UserTable(names, {user.name: user.limits for user in users})
 
 
 def keys_of(config: ServiceConfig) -> Keys:
-    """Return the service's keys: of its users' file, or of the environment.
+    """Return the service's keys, from the user file or from the environment.
 
-    Raises InvalidRequest for a file that is none, or if its host is beyond loopback and there are none.
+    Raises InvalidRequest for an invalid file, and if the host is not a loopback address and there are no keys.
     """
     if config.users is not None:
         keys = Keys(load_users(located(config.users)), is_open=False)

@@ -1,1 +1,1 @@
-"""The SGLang engine behind the Engine port."""
+"""The adapter that implements the Engine interface with SGLang."""

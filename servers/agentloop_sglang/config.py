@@ -1,4 +1,4 @@
-"""The setup of one SGLang engine: its configuration, its environment, and SGLang's arguments made from them."""
+"""The configuration of one SGLang engine, its environment variables, and its SGLang arguments."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from agentloop_servers.config.engines import DTYPE_BYTES, kv_bytes_per_token
 from agentloop_servers.engines.common.config import ProcessEngineConfig
 
 _SPARE_CONTEXT_TOKENS = 8
-"""SGLang 0.5.17 keeps two places of a context to itself; its own is longer than the one we promise."""
+"""Additional context length: SGLang 0.5.17 reserves two tokens of a context, which must not reduce ours."""
 
 SPARE_SLOTS = 2
-"""Slots beyond `max_num_seqs`: one for the canary check, and one because a chunked prompt counts twice against free
-slots in the step that finishes it (0.5.17), which would keep another request in the queue."""
+"""Slots in addition to `max_num_seqs`: one for the canary check, and one because SGLang 0.5.17 counts a chunked
+prompt twice in the step that finishes it, which would keep another request in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class SglangConfig(ProcessEngineConfig):
-    """The configuration of one SGLang engine. `block_size` is its page size; sleep needs torch_memory_saver."""
+    """The configuration of one SGLang engine. `block_size` is its page size; sleep requires torch_memory_saver."""
 
-    attention_backend: str | None = None  # None: "triton", on CPU "torch_native"; others need packages of their own
-    progress_tokens: int = 16  # sampled between two outputs of a request that is not streamed, or of many streams
+    attention_backend: str | None = None  # None: "triton", on CPU "torch_native"; others need additional packages
+    progress_tokens: int = 16  # tokens between two outputs of a request that is not streamed, or is polled
 
     def __post_init__(self) -> None:
-        ProcessEngineConfig.__post_init__(self)  # `super()` does not know a dataclass with slots
+        ProcessEngineConfig.__post_init__(self)  # `super()` does not work in a dataclass with slots
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype is one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
         if self.device == "cuda" and self.dtype == "float32":
-            raise ValueError("dtype is bfloat16 or float16 on cuda: SGLang's kernels take no float32")
+            raise ValueError("dtype must be bfloat16 or float16 on cuda: SGLang's kernels do not support float32")
         if self.lora_rank is not None:
-            # SGLang 0.5.17 gives an adapter a new id at each load, and frozen requests keep theirs: none of its
-            # calls replaces the adapter that they go on with.
-            raise ValueError("lora_rank is None: adapters are served by vLLM only")
+            # SGLang 0.5.17 assigns a new id to an adapter at each load, and frozen requests keep the old id, so no
+            # call can replace the adapter that they use.
+            raise ValueError(f"lora_rank must be None, not {self.lora_rank}: adapters are supported by vLLM only")
         if self.progress_tokens < 1:
             raise ValueError(f"progress_tokens is {self.progress_tokens}, not positive")
 
 
 def prepare_environment(config: SglangConfig) -> None:
-    """Set the environment variables that SGLang reads and the user has not set. Call before its first import."""
+    """Set the environment variables of SGLang that the user has not set. Call before the first import of SGLang."""
     wanted = {
-        "HF_HUB_OFFLINE": "1",  # models are folders
-        # SGLang would switch both off, and a trainer in which they are not could not join its NCCL. These are the
-        # values that NCCL takes where nothing is set.
+        "HF_HUB_OFFLINE": "1",  # models are local folders
+        # SGLang would disable both, and a trainer in which they are enabled could not join its NCCL group. These
+        # are NCCL's defaults.
         "NCCL_CUMEM_ENABLE": "-2",
         "NCCL_NVLS_ENABLE": "2",
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the spare places
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for `_SPARE_CONTEXT_TOKENS`
         "SGLANG_FORCE_STREAM_INTERVAL": str(config.progress_tokens),
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -62,7 +62,7 @@ def prepare_environment(config: SglangConfig) -> None:
 
 
 def server_arguments(config: SglangConfig) -> dict[str, Any]:
-    """Make the keyword arguments of SGLang's `ServerArgs`."""
+    """Return the keyword arguments of SGLang's `ServerArgs`."""
     is_cpu = config.device == "cpu"
     arguments: dict[str, Any] = {
         "model_path": config.model,
@@ -71,22 +71,22 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "context_length": config.max_model_len + _SPARE_CONTEXT_TOKENS,
         "max_running_requests": config.max_num_seqs + SPARE_SLOTS,
-        "pp_max_micro_batch_size": config.max_num_seqs,  # what really bounds a batch, without pipelines too
+        "pp_max_micro_batch_size": config.max_num_seqs,  # the actual limit of a batch, even without pipelines
         "page_size": config.block_size,
         "mem_fraction_static": config.gpu_memory_utilization,
         "tp_size": config.tensor_parallel_size,
         "ep_size": config.tensor_parallel_size if config.expert_parallel else 1,
         "random_seed": config.seed,
         "disable_cuda_graph": config.enforce_eager or is_cpu,
-        "cuda_graph_max_bs_decode": config.max_num_seqs,  # its own, 256 on most GPUs, leaves larger batches without
+        "cuda_graph_max_bs_decode": config.max_num_seqs,  # SGLang's default on most GPUs is 256
         "attention_backend": config.attention_backend or ("torch_native" if is_cpu else "triton"),
         "sampling_backend": "pytorch",  # not used: `sampler.py` samples
         "enable_deterministic_inference": config.batch_invariant,
-        "grammar_backend": "none",  # ours is put in its place
-        # Token ids in, token ids out, straight from the scheduler; the tokenizer is for constraints only.
+        "grammar_backend": "none",  # `scheduler.py` installs ours
+        # Token ids in, token ids out, directly from the scheduler. The tokenizer is for constraints only.
         "skip_tokenizer_init": True,
         "log_level": "error",
-        # A scheduler whose step hangs ends itself after this long; an update's commit is a step too.
+        # A scheduler with a hung step exits after this time. The commit of an update counts as a step.
         "watchdog_timeout": max(300.0, 2 * config.commit_timeout_s),
         "incremental_streaming_output": False,
     }
@@ -96,7 +96,7 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
         document = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
         arguments["max_total_tokens"] = config.kv_cache_memory_bytes // kv_bytes_per_token(config, document)
     if config.scheduling_policy == PRIORITY_POLICY:
-        # In vLLM's direction. A request that runs is not put back for one that waits.
+        # Like vLLM: lower values first. A waiting request does not preempt a running one.
         arguments |= {
             "enable_priority_scheduling": True,
             "schedule_low_priority_values_first": True,

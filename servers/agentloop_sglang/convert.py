@@ -1,4 +1,4 @@
-"""Our requests as SGLang's, SGLang's outputs and errors as ours. Values only: no state, nothing awaited."""
+"""Conversion of requests to SGLang's types, and of SGLang's outputs and errors to agentloop's. Pure functions."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def generate_input(
     is_streamed: bool,
     logprobs_mode: LogprobsMode,
 ) -> Any:
-    """Make SGLang's GenerateReqInput, which stops at `stop_token_ids` and nowhere else.
+    """Convert a request to SGLang's GenerateReqInput, which stops only at `stop_token_ids`.
 
-    The sampling parameters travel in our own form in `custom_params` (`scheduler.py`); SGLang's own fields only
-    stop the request, and keep their neutral values otherwise.
+    The sampling parameters are passed in our own format in `custom_params` (`scheduler.py`). SGLang's own fields
+    only contain the stop conditions; all others keep their neutral values.
     """
     from dataclasses import replace
 
@@ -69,9 +69,9 @@ def generate_input(
 
 
 def add_output(sampled: SampledTokens, output: Any, num_top_logprobs: int) -> None:
-    """Append the tokens of an SGLang output beyond `sampled`: every output repeats all tokens of the request.
+    """Append the tokens of an SGLang output that `sampled` does not have yet. Every output has all tokens so far.
 
-    Raises MalformedEngineResponse if its logprobs are not those of its tokens.
+    Raises MalformedEngineResponse if its logprobs do not belong to its tokens.
     """
     facts = output["meta_info"]
     add_tokens(
@@ -85,7 +85,7 @@ def add_output(sampled: SampledTokens, output: Any, num_top_logprobs: int) -> No
 
 
 def add_so_far(sampled: SampledTokens, state: Any, num_top_logprobs: int) -> None:
-    """Append the tokens of an unfinished request beyond `sampled`, from SGLang's state, a few steps behind."""
+    """Append the new tokens of a running request from SGLang's request state, which is a few steps behind."""
     values, ids = state.output_top_logprobs_val, state.output_top_logprobs_idx
     add_tokens(
         sampled,
@@ -105,25 +105,28 @@ def add_tokens(
     tops: Sequence[Sequence[Any]],
     num_top_logprobs: int,
 ) -> None:
-    """Append the tokens from index `len(sampled)` on. Every list is of all tokens; `tops` has (logprob, id, ...).
+    """Append the tokens from index `len(sampled)` on. Each list covers all tokens; `tops` has rows of (logprob, id,
+    ...).
 
-    Raises MalformedEngineResponse if they do not belong together.
+    Raises MalformedEngineResponse if the lists are inconsistent.
     """
     start, end = len(sampled), len(token_ids)
     if start >= end:
         return
     has_raw = sampled.logprobs_mode is LogprobsMode.BOTH
     if list(logprob_ids[start:end]) != list(token_ids[start:end]) or len(logprobs) < end:
-        raise MalformedEngineResponse("SGLang's logprobs are not those of its tokens")
+        raise MalformedEngineResponse("SGLang returned logprobs whose token ids differ from the sampled tokens")
     raw_logprobs: list[float] = []
     alternatives: TopLogprobs = ()
     if has_raw or num_top_logprobs:
         if len(tops) < end:
-            raise MalformedEngineResponse("SGLang gave alternatives of fewer tokens than it sampled")
+            raise MalformedEngineResponse(
+                f"SGLang returned alternatives for {len(tops)} tokens, but sampled {end} tokens"
+            )
         rows = tops[start:end]
         if has_raw:
             if any(not row or row[0][1] != RAW_TOKEN_ID for row in rows):
-                raise MalformedEngineResponse("SGLang's logprobs have no raw ones beside them")
+                raise MalformedEngineResponse("SGLang returned a position without its raw logprob")
             raw_logprobs = [row[0][0] for row in rows]
         if num_top_logprobs:
             alternatives = tuple(map(_alternatives, rows, repeat(int(has_raw)), repeat(num_top_logprobs)))
@@ -131,20 +134,21 @@ def add_tokens(
 
 
 def _alternatives(row: Sequence[Any], start: int, num_tops: int) -> tuple[tuple[int, float], ...]:
-    # What sampling excludes (top-k, top-p, a constraint) has a logprob of minus infinity.
+    # Tokens that sampling excludes (top-k, top-p, a constraint) have a logprob of minus infinity: omit them.
     pairs = row[start : start + num_tops]
     return tuple((int(pair[1]), float(pair[0])) for pair in pairs if pair[0] > LOGPROB_SENTINEL)
 
 
 def start_version(starts: list[tuple[int, int]], version: int, num_tokens: int) -> None:
-    """Record that a request's tokens from index `num_tokens` on are of `version`; `starts` as in `Call`."""
+    """Record that tokens from index `num_tokens` on have the weight version `version`. `starts` is as in `Call`."""
     while starts and starts[-1][1] >= num_tokens:
-        starts.pop()  # of a version that sampled nothing of it
+        starts.pop()  # no token was sampled under this version
     starts.append((version, num_tokens))
 
 
 def stamp(sampled: SampledTokens, starts: Sequence[tuple[int, int]]) -> None:
-    """Set the versions of all tokens so far. Raises MalformedEngineResponse if the starts do not tile them."""
+    """Set the weight versions of all tokens so far. Raises MalformedEngineResponse unless the starts tile the
+    tokens."""
     num_tokens = len(sampled)
     ends = [first for _, first in starts[1:]] + [num_tokens]
     cut = ((version, first, min(end, num_tokens)) for (version, first), end in zip(starts, ends, strict=True))
@@ -155,8 +159,8 @@ def stamp(sampled: SampledTokens, starts: Sequence[tuple[int, int]]) -> None:
 
 
 def finish_reason(request: GenerateRequest, output: Any) -> FinishReason:
-    """Translate SGLang's reason for a generation's end. Raises InvalidRequest if SGLang refused the request,
-    Overloaded if it had no room, EngineError for other errors."""
+    """Convert SGLang's finish reason. Raises InvalidRequest if SGLang rejected the request, Overloaded if it lacked
+    capacity, and EngineError for other errors."""
     reason = output["meta_info"]["finish_reason"] or {}
     kind, status, message = reason.get("type"), reason.get("status_code"), str(reason.get("message") or "")
     if kind == "abort" and status == 400:
@@ -164,21 +168,21 @@ def finish_reason(request: GenerateRequest, output: Any) -> FinishReason:
     if kind == "abort" and status == 503:
         raise Overloaded(message)
     if kind not in ("stop", "length", "abort") or (kind == "abort" and status is not None and status >= 500):
-        raise EngineError(f"request {request.request_id}: SGLang ended it with {kind!r}: {message}")
+        raise EngineError(f"request {request.request_id}: SGLang failed with finish reason {kind!r}: {message}")
     return FinishReason(kind)
 
 
 def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens, load: Load) -> Generation:
     """Make the Generation of a finished request; `sampled` has its tokens and versions.
 
-    `output` is None for a request that was aborted before SGLang saw it.
+    `output` is None for a request that was aborted before it reached SGLang.
     """
     if output is None:
         return sampled.generation(request.request_id, FinishReason.ABORT, load=load)
     return sampled.generation(
         request.request_id,
         finish_reason(request, output),
-        # A request that was prefilled again reports that prefill's hits, past its prompt too.
+        # A repeated prefill reports its own cache hits, which can exceed the prompt.
         cached_tokens=min(int(output["meta_info"].get("cached_tokens") or 0), len(request.token_ids)),
         load=load,
     )
@@ -186,7 +190,9 @@ def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens,
 
 def translate(error: Exception) -> AgentLoopError:
     """Translate an error of SGLang to ours."""
-    status = getattr(error, "status_code", None)  # of FastAPI's HTTPException, which it raises without a server too
+    status = getattr(
+        error, "status_code", None
+    )  # FastAPI's HTTPException, which SGLang raises without a server too
     if isinstance(error, AgentLoopError):
         return error
     if isinstance(error, ConnectionError):

@@ -1,17 +1,20 @@
-"""The Engine port over SGLang (0.5.17 and 0.5.23), on CUDA.
+"""The Engine interface over SGLang (0.5.17 and 0.5.23), on CUDA.
 
-The schedulers are processes that SGLang starts; this object is their only client and lives on one event loop. What
-SGLang leaves to its caller is done in `engines/common/engine.py`, and in our code in the schedulers:
+SGLang starts the scheduler processes. This object is their only client and lives on one event loop. Features that
+SGLang lacks are in `engines/common/engine.py` and in our code in the schedulers:
 
-- A pause is a call into every scheduler, answered once nothing is under way on the device (`process.py`). KEEP
-  freezes in place; under RECOMPUTE requests are put back into the queue and all KV is dropped.
-- The answer says how many tokens each request has. After a commit the next ones are of the new version; so spans
-  are exact, although SGLang has none.
-- Tokens are sampled as `SamplingParams` says (`scheduler.py`, `sampler.py`).
-- A start ends with a few sampled tokens: so kernels that are compiled at their first use (Triton's: half a minute
-  on an H100 without graphs) delay no turn.
-- An output that is not streamed comes at its end, and every `progress_tokens` tokens to SGLang's own record, which
-  reports are read from.
+- A pause is a call to every scheduler, which returns when no work is running on the device (`process.py`). KEEP
+  freezes
+  requests in place; RECOMPUTE requeues them and drops all KV.
+- A pause returns the number of tokens of each request. After a commit, later tokens have the new version, so
+  version
+  spans are exact although SGLang does not record them.
+- Tokens are sampled according to `SamplingParams` (`scheduler.py`, `sampler.py`).
+- A start ends with a few sampled tokens, so that kernels compiled at first use (for Triton half a minute on an H100
+  without graphs) do not delay a turn.
+- Without streaming, an output is returned at the end of a request, and every `progress_tokens` tokens SGLang
+  updates
+  its request state, from which progress reports are made.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from agentloop_sglang.config import SglangConfig
 from agentloop_sglang.process import SglangProcess, sglang_call
 
 WARM_UP_TIMEOUT_S = 300.0
-WARM_UP_TOKENS = 4  # of the prompt and sampled: together less than any block, so that no KV of it stays
+WARM_UP_TOKENS = 4  # prompt tokens, and sampled tokens: less than a block, so that no KV remains in the cache
 
 
 class SglangEngine(ProcessEngine[SglangConfig, SglangProcess]):
@@ -97,6 +100,6 @@ class SglangEngine(ProcessEngine[SglangConfig, SglangProcess]):
     def committed(self, version: int) -> None:
         num_output_ids = self._process.num_output_ids
         for call in self._calls.all():
-            # One that is not there has ended: what it has is of older versions, though it may not have been read.
+            # A missing request has ended: all its tokens are of older versions, even if they were not read yet.
             if (num_tokens := num_output_ids.get(call.request.request_id)) is not None:
                 values.start_version(call.version_starts, version, num_tokens)

@@ -1,4 +1,4 @@
-"""Differences between the two SGLang versions that are driven: first 0.5.17 in each function, then 0.5.23."""
+"""Differences between the two supported SGLang versions. Each function handles 0.5.17 first, then 0.5.23."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def ranks(scheduler: Any) -> Any:
 
 
 def holds_kv(req: Any) -> bool:
-    """Tell if a scheduler's request has KV of its own."""
+    """Return True if a scheduler's request holds KV."""
     return bool(req.req_pool_idx is not None if hasattr(req, "req_pool_idx") else req.kv.holds_kv)
 
 
 def release_kv(req: Any, tree_cache: Any) -> None:
-    """Give the KV of a finished request back, and leave it in the prefix cache."""
+    """Release the KV of a finished request to the prefix cache."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
     is_new = "checkpoint" in inspect.signature(release_kv_cache).parameters
@@ -29,5 +29,5 @@ def release_kv(req: Any, tree_cache: Any) -> None:
 
 
 def is_abort_sent(state: Any) -> bool:
-    """Tell if an abort of the tokenizer manager's request is on its way."""
+    """Return True if the tokenizer manager has sent an abort of the request."""
     return bool(state.abort_requested if hasattr(state, "abort_requested") else state.abort_sent)

@@ -1,4 +1,4 @@
-"""SGLang as a kind of engine that a service's config may name. Importing this module does not import SGLang."""
+"""The registration of SGLang as an engine kind. Importing this module does not import SGLang."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from agentloop_sglang.config import SglangConfig
 
 
 class Sglang:
-    """The registered kind: `check` reads an entry of the config, `build` makes the engine of a replica."""
+    """The registered engine kind: `check` validates an engine's configuration, `build` makes the engine of a
+    replica."""
 
     class Settings(BaseModel, extra="forbid", frozen=True):
-        """`settings` of an entry."""
+        """The `settings` of an engine."""
 
         attention_backend: str | None = None
-        """SGLang's attention backend, by SGLang's name; left out: its default."""
+        """SGLang's name of the attention backend. Default: SGLang's default."""
 
     @staticmethod
     def check(entry: EngineConfig) -> None:
-        """Raise ValueError for settings that SGLang or this adapter does not take."""
+        """Raise ValueError for settings that SGLang or this adapter does not support."""
         if entry.device == "cuda" and entry.dtype == "float32":
-            raise ValueError("dtype on cuda: SGLang's kernels take bfloat16 or float16, no float32")
+            raise ValueError("dtype float32 is not supported by SGLang on cuda: use bfloat16 or float16")
         if entry.lora_rank is not None:
-            raise ValueError("lora_rank: adapters are served by vLLM only")
+            raise ValueError("lora_rank is not supported by SGLang: adapters are served by vLLM only")
         if entry.max_loras is not None:
-            raise ValueError("max_loras: adapters by name are served by vLLM only")
+            raise ValueError("max_loras is not supported by SGLang: adapters by name are served by vLLM only")
         if entry.data_parallel_size > 1:
-            raise ValueError("SGLang takes no data_parallel_size: more replicas serve as well")
+            raise ValueError(
+                f"data_parallel_size {entry.data_parallel_size} is not supported by SGLang: configure more replicas"
+                " instead"
+            )
 
     @staticmethod
     def build(entry: EngineConfig, fields: dict[str, Any], settings: Sglang.Settings) -> Engine:
-        """Return the engine, not started. `fields` are those of `ProcessEngineConfig`."""
+        """Construct the engine without starting it. `fields` are the fields of `ProcessEngineConfig`."""
         from agentloop_sglang.engine import SglangEngine
 
         return SglangEngine(config_of(fields, settings))

@@ -1,17 +1,16 @@
-"""The SGLang processes behind an engine: its tokenizer manager here, its schedulers, and the calls into them.
+"""The SGLang processes of an engine: the tokenizer manager in this process, the schedulers, and calls to them.
 
-SGLang's `Engine` starts the schedulers, and makes the tokenizer manager that sends them requests and collects
-their outputs. Of the rest of it nothing is used, because it acts on the whole process it is in: at its end it
-kills every child there is, a scheduler that dies ends the process by a signal, and so does an error in the loop
-that reads outputs. Here a thread starts the schedulers and lives as long as they do (they end with the thread
-that started them), a task reads outputs, another one watches the schedulers, and what is waiting when one dies
-raises EngineLost.
+SGLang's `Engine` starts the schedulers and the tokenizer manager, which sends requests to them and collects
+outputs. The rest of `Engine` is not used, because it affects its complete process: at shutdown it kills all
+children, and a dead scheduler or an error in the output loop ends the process by a signal. Here a thread starts the
+schedulers and lives until they have exited (they exit with the thread that started them), a task reads outputs, and
+a task monitors the schedulers. When a scheduler dies, all waiting calls raise EngineLost.
 
-Calls go to our code in the schedulers (`worker.py`), one at a time, and are answered by
-every rank, between two steps. So an answer to a pause proves that the schedulers stand. They are sent on the
-socket of requests: so the schedulers have all earlier requests when they answer. Answers come on the socket of
-SGLang's remote calls. SGLang's own pause is not used: it returns before anything has stopped, and would hold
-requests back a second time."""
+Calls to our code in the schedulers (`worker.py`) run one at a time and are answered by every rank between two
+steps, so an answer to a pause proves that the schedulers are paused. They use the socket of requests, so the
+schedulers have received all earlier requests when they answer. Answers use the socket of SGLang's remote calls.
+SGLang's own pause is not used: it returns before the schedulers are paused, and would hold requests a second time.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 def sglang_call(action: str, timeout_s: float | None = None) -> AbstractAsyncContextManager[None]:
-    """Run a call to SGLang under a deadline, and translate its errors to ours."""
+    """Run a call to SGLang with a timeout, and convert its errors to agentloop errors."""
     return engine_call("SGLang", translate, action, timeout_s)
 
 
@@ -82,11 +81,12 @@ class SglangProcess:
         self._is_paused = False
         self._lost: EngineLost | None = None
 
-    # --- life ---------------------------------------------------------------------------------------------
+    # Lifecycle
 
     async def start(self) -> None:
-        """Start SGLang. Raises EngineError if that fails; then, or if cancelled, nothing is left behind."""
-        # Only this user can read it.
+        """Start SGLang. Raises EngineError if it does not start; then, and if cancelled, no process is left
+        behind."""
+        # mkdtemp makes the folder accessible to this user only.
         self._facts_dir = tempfile.mkdtemp(prefix="agentloop-")
         facts_path = str(Path(self._facts_dir) / "facts")
         self._facts = FactsFile(facts_path, is_new=True)
@@ -104,7 +104,7 @@ class SglangProcess:
             await self.on_workers(WorkerMethod.EXTEND_SCHEDULER, INSTALL, setup.to_text())
         except BaseException as error:
             if self._launched is None:
-                # The thread cannot be stopped, and what it starts must not outlive us.
+                # The thread cannot be stopped. Wait for it, to stop the processes that it starts.
                 with contextlib.suppress(Exception):
                     self._launched = await asyncio.wrap_future(launch.done)
             await self.close()
@@ -122,7 +122,9 @@ class SglangProcess:
         self._calls.close()
         launched, self._launched = self._launched, None
         if launched is not None:
-            launched.manager.recv_from_detokenizer.context.destroy(linger=0)  # on the loop that reads from it
+            launched.manager.recv_from_detokenizer.context.destroy(
+                linger=0
+            )  # must run on the loop that reads from it
             await asyncio.to_thread(launched.end)
         if self._facts is not None:
             self._facts.close()
@@ -144,7 +146,7 @@ class SglangProcess:
         return self._launched.manager
 
     def describe(self) -> EngineInfo:
-        """Make the engine's fixed facts."""
+        """Return the engine's constant properties."""
         model = self.manager.model_config
         return EngineInfo(
             name="sglang",
@@ -162,7 +164,7 @@ class SglangProcess:
         )
 
     def stats(self) -> EngineStats:
-        """Return the latest figures; the schedulers write them after every step."""
+        """Return the latest statistics, which the schedulers write after every step."""
         facts = SchedulerFacts() if self._facts is None else self._facts.read()
         return EngineStats(
             num_waiting=facts.num_waiting,
@@ -175,14 +177,16 @@ class SglangProcess:
         )
 
     async def check_health(self) -> None:
-        """Raise EngineLost if a scheduler is gone; one whose step hangs ends itself (`watchdog_timeout`)."""
+        """Raise EngineLost if a scheduler has exited. A scheduler with a hung step exits itself
+        (`watchdog_timeout`)."""
         if not self.is_up:
             raise EngineLost("the engine is not started" if self._lost is None else self._lost.message)
 
-    # --- requests -----------------------------------------------------------------------------------------
+    # Requests
 
     async def outputs(self, request: Any) -> AsyncGenerator[Any, None]:
-        """Send a GenerateReqInput at the first step, and iterate over its outputs. Closing aborts the request."""
+        """Iterate over the outputs of a GenerateReqInput, which the first step sends. Closing aborts the
+        request."""
         manager = self.manager
         generator = manager.generate_request(request, None)
         try:
@@ -196,16 +200,16 @@ class SglangProcess:
             raise
         finally:
             await generator.aclose()
-            # In a pause SGLang would keep it until the next step, with its KV.
+            # During a pause, SGLang would otherwise keep the request and its KV until the next step.
             manager.rid_to_state.pop(request.rid, None)
 
     def state(self, request_id: str) -> Any:
-        """Return SGLang's record of a request under way; None if it has ended."""
+        """Return SGLang's state of a running request; None if it has ended."""
         return None if self._launched is None else self._launched.manager.rid_to_state.get(request_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now, in a pause too. SGLang ends all requests whose ids begin with a given one, so ids
-        are of one length."""
+        """End these requests now, also during a pause. SGLang ends all requests whose ids start with a given id, so
+        all ids must have the same length."""
         manager = self.manager
         known = tuple(request_id for request_id in request_ids if request_id in manager.rid_to_state)
         if known and self._is_paused:
@@ -219,10 +223,10 @@ class SglangProcess:
         counts = await self._pause(is_cache_cleared=False)
         return set(counts.unbegun) & set(request_ids)
 
-    # --- control ------------------------------------------------------------------------------------------
+    # Control
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a `WorkerMethod` in every scheduler, between two steps; results in the order of their ranks."""
+        """Call a `WorkerMethod` in every scheduler between two steps. Return the results in rank order."""
         _ = self.manager
         async with sglang_call(method):
             answers = await self._calls.call(method, *arguments)
@@ -230,13 +234,13 @@ class SglangProcess:
 
     @property
     def num_output_ids(self) -> Mapping[str, int]:
-        """The tokens that each request had sampled at the last pause."""
+        """The number of tokens that each request had sampled at the last pause."""
         return self._counts.num_output_ids
 
     async def pause(self, *, is_cache_cleared: bool) -> None:
-        """Pause every scheduler; returns once all have answered.
+        """Pause every scheduler; returns when all have answered.
 
-        Requests that were aborted before, which SGLang would end with its next step, are ended now.
+        Requests that were aborted before the pause are ended now; SGLang would end them in its next step.
         """
         self._is_paused = True
         counts = await self._pause(is_cache_cleared=is_cache_cleared)
@@ -248,7 +252,7 @@ class SglangProcess:
                 await self.on_workers(WorkerMethod.END_REQUESTS, codec.encode(ended))
 
     async def commit(self, number: int, version: int, *, resumes: bool) -> list[bytes]:
-        """As the protocol says. SGLang has no labels."""
+        """Implement `Workers.commit`. SGLang has no version labels."""
         answers = await self.on_workers(WorkerMethod.COMMIT, number)
         if resumes:
             await self.resume()
@@ -264,12 +268,13 @@ class SglangProcess:
         return self._counts
 
     async def resume(self) -> None:
-        self._is_paused = False  # aborts from now on reach SGLang after the resume
+        self._is_paused = False  # from now on, aborts can be left to SGLang: they arrive after the resume
         async with sglang_call("resume", self._config.control_timeout_s):
             await self.on_workers(WorkerMethod.RESUME_REQUESTS)
 
     async def sleep(self, level: int, asleep: frozenset[MemoryTag]) -> None:
-        """As the protocol says. Level 2 keeps a copy in host memory too: SGLang decides that at its start."""
+        """Implement `EngineProcess.sleep`. Level 2 also keeps a copy of the weights in host memory, because SGLang
+        decides this at its start."""
         awake = sorted(tag.value for tag in MemoryTag if tag not in asleep)
         if not awake:
             return
@@ -281,28 +286,26 @@ class SglangProcess:
         async with sglang_call("wake", self._config.commit_timeout_s):
             await self.on_workers(WorkerMethod.RESUME_MEMORY, ",".join(sorted(tag.value for tag in tags)))
 
-    # --- inside -------------------------------------------------------------------------------------------
-
     async def _read_outputs(self) -> None:
-        """Run SGLang's reader of outputs; its end ends the engine."""
+        """Run SGLang's output loop. If it ends, the engine is lost."""
         manager = self.manager
-        manager.event_loop = asyncio.get_running_loop()  # else it makes a task of its own, and takes over signals
+        manager.event_loop = asyncio.get_running_loop()  # otherwise SGLang starts its own task and signal handlers
         try:
             await manager.handle_loop()
         except Exception as error:
             _log.exception("sglang_outputs_not_read")
-            self._lose(f"SGLang's outputs cannot be read: {one_line(error)}")
+            self._lose(f"SGLang's output loop failed: {one_line(error)}")
 
     async def _watch(self) -> None:
         while self._launched is not None:
             dead = next((process for process in self._launched.schedulers if not process.is_alive()), None)
             if dead is not None:
-                self._lose(f"an SGLang scheduler ended with exit code {dead.exitcode}")
+                self._lose(f"an SGLang scheduler exited with code {dead.exitcode}")
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _lose(self, reason: str) -> None:
-        """End every request under way, and every call."""
+        """Fail all running requests and scheduler calls with EngineLost."""
         if self._lost is not None:
             return
         self._lost = EngineLost(reason)
@@ -317,7 +320,7 @@ class SglangProcess:
 
 
 class SchedulerCalls:
-    """The calls of a `WorkerMethod` in the schedulers, one at a time."""
+    """Sends calls of a `WorkerMethod` to the schedulers, one at a time."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -328,7 +331,8 @@ class SchedulerCalls:
         self._waiting: asyncio.Future[SchedulerAnswers] | None = None
 
     def start(self, manager: Any, endpoint: str) -> None:
-        """Bind the socket that the first scheduler connects to; `manager` sends calls among its requests."""
+        """Bind the socket to which the first scheduler connects. `manager` sends the calls in order with its
+        requests."""
         import zmq
         import zmq.asyncio
 
@@ -338,7 +342,7 @@ class SchedulerCalls:
         self._socket.bind(endpoint)
 
     async def call(self, method: str, *arguments: Any) -> SchedulerAnswers:
-        """Call a method in every rank. Raises EngineLost if the schedulers end."""
+        """Call a method in every rank. Raises EngineLost if a scheduler exits."""
         async with self._one_at_a_time:
             if self._lost is not None:
                 raise EngineLost(self._lost.message)
@@ -353,7 +357,7 @@ class SchedulerCalls:
                 self._waiting = None
 
     def fail(self, error: EngineLost) -> None:
-        """Make the call under way, and every later one, raise."""
+        """Make the current call and all later calls raise `error`."""
         self._lost = error
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(EngineLost(error.message))
@@ -372,14 +376,14 @@ class SchedulerCalls:
         while True:
             output = await async_sock_recv(self._socket)
             if not output.success:
-                raise EngineError(f"SGLang did not take a call of {call.method}: {output.message}")
+                raise EngineError(f"SGLang rejected the call {call.method}: {output.message}")
             answers = from_text(output.message, SchedulerAnswers)
-            if answers.call_id == call.call_id:  # else it is of a call that was given up
+            if answers.call_id == call.call_id:  # otherwise the answer is for an earlier call that was cancelled
                 return answers
 
 
 class _Launched:
-    """The started schedulers, with their tokenizer manager."""
+    """The started schedulers and their tokenizer manager."""
 
     def __init__(self, manager: Any, ports: Any, schedulers: Sequence[Any], max_total_tokens: int) -> None:
         self.manager = manager
@@ -394,7 +398,7 @@ class _Launched:
         return endpoint
 
     def end(self) -> None:
-        """End the schedulers, and remove the files that SGLang leaves behind. Blocks."""
+        """Stop the schedulers, and remove the files that SGLang leaves behind. Blocks."""
         for process in self.schedulers:
             process.terminate()
         for process in self.schedulers:
@@ -415,10 +419,11 @@ class _Launched:
 
 
 class _Launch:
-    """The start of an engine's processes, in a thread of its own that stays until they have ended.
+    """Starts an engine's processes in a dedicated thread, which lives until they have exited.
 
-    In a thread, so that the loop (health checks, other tasks) goes on meanwhile; of its own, because the kernel
-    ends a scheduler with the thread that started it."""
+    A thread does not block the event loop (health checks, other tasks). It is dedicated because the kernel kills a
+    scheduler when the thread that started it ends.
+    """
 
     def __init__(self, config: SglangConfig) -> None:
         self.done: Future[_Launched] = Future()
@@ -440,13 +445,14 @@ class _Launch:
         handlers, level = list(root.handlers), root.level
         try:
             return self._launch()
-        finally:  # SGLang takes the whole process's log over
+        finally:  # SGLang replaces the log configuration of the complete process
             root.handlers[:] = handlers
             root.setLevel(level)
             logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.CRITICAL)
 
     def _launch(self) -> _Launched:
-        # What SGLang and torch say of their own imports. The filters are the process's, so one thread at a time.
+        # Suppress the warnings of SGLang's and torch's imports. The filters are process-wide, so one thread at a
+        # time.
         with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
             require_driven("sglang", allow_untested=self._config.allow_untested)
             from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
@@ -454,7 +460,7 @@ class _Launch:
             from sglang.srt.server_args import ServerArgs
 
             if self._config.can_constrain:
-                import xgrammar  # noqa: F401 - here, because the first constraint's trial has a deadline
+                import xgrammar  # noqa: F401 - import now, because the first constraint's trial has a timeout
 
             arguments = ServerArgs(**server_arguments(self._config))
         if self._config.traces_url is not None:
@@ -470,7 +476,7 @@ class _Launch:
 
             @classmethod
             def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> Any:
-                return [], []  # no text is made
+                return [], []  # outputs are token ids, so no detokenizer is needed
 
         try:
             manager, _, ports, started, watchdog, _ = Launcher._launch_subprocesses(
@@ -483,5 +489,5 @@ class _Launch:
             for process in schedulers:
                 process.kill()
             raise
-        watchdog.stop()  # it would end this process
+        watchdog.stop()  # it would end this process when a scheduler dies
         return _Launched(manager, ports, schedulers, int(started.scheduler_infos[0]["max_total_num_tokens"]))

@@ -1,20 +1,19 @@
-"""The distribution of `SamplingParams`, sampled in torch for a batch: the half that runs inside SGLang's
-schedulers.
+"""Batched sampling in torch from the distribution of `SamplingParams`, inside SGLang's schedulers.
 
-SGLang 0.5.17's own sampler means something else by the same fields: its penalties lag a token behind with
-overlapped scheduling and are forgotten when a request is prefilled again, the repetition penalty leaves the
-prompt out, seeds count in its deterministic mode only, and a logprob is that of the distribution before
-truncation (measured by `tests/gpu/sglang_native_sampler.py`). So SGLang is asked for nothing but a batch of logits,
-and everything else is done here, in the order of `SamplingParams`.
+SGLang 0.5.17's own sampler has different semantics for the same fields: with overlapped scheduling its penalties
+are one token late, and a repeated prefill resets them; the repetition penalty ignores the prompt; seeds have an
+effect only in deterministic mode; and logprobs are those of the distribution before truncation (measured by
+`tests/gpu/sglang_native_sampler.py`). SGLang therefore only computes the logits of a batch, and this module does
+the rest, in the order of `SamplingParams`.
 
-Two uniform numbers a row are drawn, by a hash of the request's seed and the token's place: the first falls into a
-block of ids, in the running sum of the blocks' shares, the second onto an id of that block. So the vocabulary is
-read whole four times a step (its softmax, its largest, the blocks' sums), and running sums are short. They are of
-whole numbers, and exact: what has no share is never sampled, and every tensor-parallel rank, which sees the same
-logits, finds the same token without asking the others.
+Each row draws two uniform numbers, by a hash of the request's seed and the token's index. The first selects a block
+of ids by the cumulative sum of block probabilities, the second selects an id in the block. The full vocabulary is
+thus read only four times per step (softmax, maximum, block sums), and cumulative sums are short. The sums are
+exact, in integers: an id with probability 0 is never sampled, and all tensor-parallel ranks, which have equal
+logits, select the same token without communication.
 
-A request's history (which ids it has, how often) is kept on the device beside its row and grows as tokens are
-sampled: with overlapped scheduling the scheduler's own record is a token behind.
+A request's history (its ids and their counts) is stored on the device and updated as tokens are sampled, because
+with overlapped scheduling the scheduler's own record is one token behind.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from agentloop.values.sampling import LogprobsMode, SamplingParams
 from agentloop_sglang.requests import RAW_TOKEN_ID
 
 Constrain = Callable[[torch.Tensor], None]
-"""A function that writes minus infinity, in place, where a batch's constraints exclude an id."""
+"""A function that sets the logits of ids that a batch's constraints exclude to minus infinity, in place."""
 
 _Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
-_NUM_STEPS_KEPT = 3  # SGLang overlaps two
-_BLOCK_IDS = 512  # a block's; of 2^17 ids there are then half as many blocks
-_BLOCK_BITS = 44  # of all blocks' shares together, as whole numbers
-_ID_BITS = 40  # of a block's likeliest id; sums over a block stay exact in 53 bits
+_NUM_STEPS_KEPT = 3  # SGLang overlaps two steps
+_BLOCK_IDS = 512  # ids per block; a vocabulary of 2^17 ids has 256 blocks
+_BLOCK_BITS = 44  # scale of the blocks' probabilities as integers
+_ID_BITS = 40  # scale of the most likely id in a block; sums over a block stay exact in 53 bits
 
 
 class Row:
@@ -48,16 +47,16 @@ class Row:
     def __init__(
         self, sampling: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, device: torch.device, seed: int
     ) -> None:
-        """`seed` is used where `sampling` has none."""
+        """`seed` is used if `sampling` has no seed."""
         self.sampling = sampling
         self.seed = sampling.seed if sampling.seed is not None else seed
         self.num_sampled = 0
         self.device = device
         self._prompt_ids = sorted(set(prompt_ids)) if sampling.repetition_penalty != 1 else []
-        self._reply: torch.Tensor | None = None  # to count from, before the next token is sampled
+        self._reply: torch.Tensor | None = None  # ids to count before the next token is sampled
         self._seen_before: torch.Tensor | None = None
-        self._counts: torch.Tensor | None = None  # of the reply's ids, [vocabulary]
-        self._seen: torch.Tensor | None = None  # ids of prompt and reply, [vocabulary]
+        self._counts: torch.Tensor | None = None  # counts of the reply's ids, [vocabulary]
+        self._seen: torch.Tensor | None = None  # True for ids of prompt and reply, [vocabulary]
         if sampling.frequency_penalty or sampling.presence_penalty:
             self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         if sampling.repetition_penalty != 1:
@@ -72,7 +71,7 @@ class Row:
         self.restart(())
 
     def restart(self, reply_ids: Sequence[int]) -> None:
-        """Set the reply so far, at a prefill: no step of the request is under way then."""
+        """Reset the reply so far, at a prefill. No step of the request may be running."""
         self.num_sampled = len(reply_ids)
         if self.has_history:
             self._reply = self._ids(list(reply_ids))
@@ -85,11 +84,11 @@ class Row:
 
     @property
     def may_be_adjusted(self) -> bool:
-        """True if `adjust` may change the logits at some step."""
+        """True if `adjust` may change the logits in any step."""
         return self.has_history or len(self.sampling.logit_bias) > 0 or self.sampling.min_tokens > 0
 
     def adjust(self, logits: torch.Tensor) -> None:
-        """Apply biases, the ban of stop tokens and penalties to logits `[vocabulary]`, in place."""
+        """Apply biases, the ban on stop tokens and penalties to logits `[vocabulary]`, in place."""
         self._count_reply()
         sampling = self.sampling
         if sampling.logit_bias:
@@ -125,17 +124,17 @@ class Row:
 
 @dataclass(slots=True)
 class SampledBatch:
-    """The tokens of one step, all tensors on the device."""
+    """The tokens of one step. All tensors are on the device."""
 
     token_ids: torch.Tensor  # [n], int64
     logprobs: torch.Tensor  # [n], float32, nats
-    top_logprobs: torch.Tensor  # [n, k], descending; k is the most that a row wants, and may be 0
+    top_logprobs: torch.Tensor  # [n, k], descending; k is the maximum of the rows' requests, and can be 0
     top_ids: torch.Tensor  # [n, k]
 
 
 @dataclass(slots=True)
 class _RowTensors:
-    """The parameters of a batch's rows as tensors; made once for as long as the rows are the same."""
+    """The parameters of a batch's rows as tensors, reused while the batch has the same rows."""
 
     rows: tuple[Row, ...]
     temperatures: torch.Tensor  # [n, 1]; 1 for greedy rows
@@ -143,23 +142,23 @@ class _RowTensors:
     has_greedy: bool
     has_drawn: bool
     has_temperature: bool
-    adjusted: list[tuple[int, Row]]  # places and rows whose logits may be adjusted
+    adjusted: list[tuple[int, Row]]  # (index, row) of the rows whose logits may be adjusted
     seeds: _Words
     num_tops: int
-    truncated: torch.Tensor | None = None  # the places of rows with top-k, top-p or min-p
-    min_ps: torch.Tensor | None = None  # of these, [m, 1], as the following
-    top_ks: torch.Tensor | None = None
-    top_ps: torch.Tensor | None = None
+    truncated: torch.Tensor | None = None  # indices of the rows with top-k, top-p or min-p, [m]
+    min_ps: torch.Tensor | None = None  # for the truncated rows, [m, 1]
+    top_ks: torch.Tensor | None = None  # [m, 1]
+    top_ps: torch.Tensor | None = None  # [m, 1]
 
 
 class BatchSampler:
-    """The sampler of one scheduler. A step is `begin` on the host, and `sample` on the stream of the device."""
+    """The sampler of one scheduler. A step calls `begin` on the host, and then `sample` on the device's stream."""
 
     def __init__(self, mode: LogprobsMode) -> None:
         self._mode = mode
         self._batch: _RowTensors | None = None
         self._uniforms = torch.empty(0, dtype=torch.float64)
-        # What a step that is still under way reads is not given back to the allocator.
+        # Keep references to tensors of running steps, so that the allocator does not reuse their memory.
         self._recent: deque[object] = deque(maxlen=_NUM_STEPS_KEPT)
 
     def begin(self, rows: Sequence[Row]) -> None:
@@ -171,13 +170,13 @@ class BatchSampler:
         self._recent.append((self._batch, self._uniforms))
 
     def sample(self, logits: torch.Tensor, constrain: Constrain | None = None) -> SampledBatch:
-        """Sample one id for each row that `begin` was told, from the model's logits `[n, vocabulary]`.
+        """Sample one id for each row of the last `begin` from the model's logits `[n, vocabulary]`.
 
-        The rows' histories grow by it. In mode BOTH the raw logprob comes first among the alternatives.
+        The ids are added to the rows' histories. In mode BOTH the raw logprob is the first of the alternatives.
         """
         batch = self._batch
         if batch is None:
-            raise InvariantBroken("a step that was not begun")
+            raise InvariantBroken("`sample` was called before `begin`")
         logits = logits.float()
         own = self._own_logits(logits, batch, constrain)
         scaled = own / batch.temperatures if batch.has_temperature else own
@@ -185,7 +184,7 @@ class BatchSampler:
             scaled = scaled.clone() if scaled is logits else scaled
             scaled[batch.truncated] = _truncated(scaled[batch.truncated], batch)
         softmax = _Softmax(scaled)
-        token_ids = softmax.likeliest[:, 0]  # nothing is cut from a greedy row
+        token_ids = softmax.likeliest[:, 0]  # greedy rows are never truncated
         if batch.has_drawn:
             drawn = _draw(softmax.shares, self._uniforms)
             token_ids = torch.where(batch.is_greedy, token_ids, drawn) if batch.has_greedy else drawn
@@ -214,13 +213,13 @@ class BatchSampler:
         self, batch: _RowTensors, sampled: _Softmax, raw: _Softmax | None, token_ids: torch.Tensor
     ) -> SampledBatch:
         chosen = token_ids[:, None]
-        told = raw if raw is not None and self._mode is LogprobsMode.RAW else sampled
-        tops, top_ids = told.logits.topk(batch.num_tops, 1)
-        tops = tops - told.total
+        reported = raw if raw is not None and self._mode is LogprobsMode.RAW else sampled
+        tops, top_ids = reported.logits.topk(batch.num_tops, 1)
+        tops = tops - reported.total
         if raw is not None and self._mode is LogprobsMode.BOTH:
             tops = torch.cat((raw.logprobs(chosen), tops), 1)
             top_ids = torch.cat((torch.full_like(chosen, RAW_TOKEN_ID), top_ids), 1)
-        return SampledBatch(token_ids, told.logprobs(chosen)[:, 0], tops, top_ids)
+        return SampledBatch(token_ids, reported.logprobs(chosen)[:, 0], tops, top_ids)
 
 
 class _Softmax:
@@ -230,7 +229,7 @@ class _Softmax:
         self.logits = logits
         self.shares = logits.softmax(1)
         largest, self.likeliest = logits.max(1, keepdim=True)  # [n, 1] both
-        # The largest share is no smaller than one of all ids: its logarithm is as exact as a sum's would be.
+        # The largest probability is at least 1/vocabulary, so its logarithm is as exact as a logsumexp.
         self.total = largest - self.shares.gather(1, self.likeliest).log()  # [n, 1]: the log of the sum of exp
 
     def logprobs(self, ids: torch.Tensor) -> torch.Tensor:
@@ -239,13 +238,13 @@ class _Softmax:
 
 
 def _to_device(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Copy to the device, through pinned memory, so that the copy does not wait for its stream."""
+    """Copy to the device through pinned memory, so that the copy does not synchronize with the stream."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _uniforms(batch: _RowTensors) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Return two numbers in [0, 1) for each row, by its seed and the place of its next token."""
+    """Return two numbers in [0, 1) for each row, determined by its seed and the index of its next token."""
     places = np.fromiter((row.num_sampled for row in batch.rows), np.uint64, len(batch.rows))
     draws = places[:, None] * np.uint64(2) + np.arange(2, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -254,7 +253,7 @@ def _uniforms(batch: _RowTensors) -> np.ndarray[tuple[int, int], np.dtype[np.flo
 
 
 def _mixed(values: _Words) -> _Words:
-    """Return the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014) to each value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -265,7 +264,7 @@ def _new_batch(rows: tuple[Row, ...]) -> _RowTensors:
     temperatures = np.array([[sampling.temperature] for sampling in samplings], np.float32)
     is_greedy = temperatures[:, 0] == 0
     with np.errstate(over="ignore"):
-        # Seeds that are neighbours are far apart after one round.
+        # Mix once, so that adjacent seeds do not start adjacent sequences.
         seeds = _mixed(np.array([row.seed & (2**64 - 1) for row in rows], np.uint64) + np.uint64(1))
     batch = _RowTensors(
         rows,
@@ -292,7 +291,7 @@ def _new_batch(rows: tuple[Row, ...]) -> _RowTensors:
 
 
 def _truncated(logits: torch.Tensor, batch: _RowTensors) -> torch.Tensor:
-    """Return rows `[m, vocabulary]` with minus infinity where min-p, then top-k, then top-p exclude an id."""
+    """Return the rows `[m, vocabulary]` with minus infinity for ids that min-p, then top-k, then top-p exclude."""
     if batch.min_ps is None or batch.top_ks is None or batch.top_ps is None:
         return logits
     size = logits.shape[1]
@@ -303,14 +302,14 @@ def _truncated(logits: torch.Tensor, batch: _RowTensors) -> torch.Tensor:
     ordered = ordered.masked_fill(ordered < ordered.gather(1, last), -torch.inf)
     shares = ordered.softmax(1)
     before = shares.cumsum(1) - shares
-    # The first id stays whatever rounding makes of its share; a top_p of 1 excludes nothing.
+    # Never exclude the first id, for any rounding of its probability; a top_p of 1 excludes nothing.
     is_out = (before >= batch.top_ps) & (batch.top_ps < 1)
     is_out[:, 0] = False
     return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(is_out, -torch.inf))
 
 
 def _draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return one id a row; `shares` are `[n, vocabulary]`, `uniforms` `[n, 2]` in [0, 1), float64."""
+    """Sample one id per row. Shapes: `shares` `[n, vocabulary]`; `uniforms` `[n, 2]` in [0, 1), float64."""
     size = shares.shape[1]
     num_whole = size // _BLOCK_IDS
     sums = shares[:, : num_whole * _BLOCK_IDS].unflatten(1, (num_whole, _BLOCK_IDS)).sum(2)
@@ -324,7 +323,7 @@ def _draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _fall(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the places `[n, 1]` of numbers in [0, 1) in the running sums of rows of `weights` `[n, m]`."""
+    """Return the indices `[n, 1]` that numbers in [0, 1) select in the cumulative sums of `weights` `[n, m]`."""
     sums = weights.long().cumsum(1)
     total = sums[:, -1:]
     point = (uniform * total).long()

@@ -1,16 +1,18 @@
-"""The part of the adapter that runs inside SGLang's scheduler processes: `install` puts it into one.
+"""The part of the adapter that runs inside SGLang's scheduler processes; `install` patches a scheduler.
 
-`worker.py` calls it through `scheduler_extend`, before the first request. What it changes
-(SGLang 0.5.17 and 0.5.23):
+`worker.py` calls it through `scheduler_extend` before the first request. Changes (SGLang 0.5.17 and 0.5.23):
 
-- Tokens are sampled by `sampler.py`. SGLang calls `model_runner.sample` once a batch, on the stream of the forward
-  pass; a batch with grammars is sampled after the results of the one before have been processed.
-- A model's own stop tokens end nothing: SGLang adds them to those that a request names.
-- SGLang makes no grammars where it has no tokenizer, and with one it would send all output through a process more.
-  So it is started without, and its grammar backend is made here. The ids that end a text are each request's own.
-- A canary check runs before every other request (`CanaryPrefill`).
-- Its counters are written to a file that the engine reads (`FactsFile`): a call for them would take a place between
-  two steps.
+- `sampler.py` samples tokens. SGLang calls `model_runner.sample` once per batch, on the stream of the forward pass;
+  a
+  batch with grammars is sampled after the results of the previous batch have been processed.
+- The model's own stop tokens are removed, because SGLang adds them to the stop tokens of each request.
+- SGLang has no grammars without a tokenizer, and with a tokenizer it would send all output through another process.
+  It
+  is therefore started without one, and its grammar backend is created here. Each request has its own stop token
+  ids.
+- A canary check runs before all other requests (`CanaryPrefill`).
+- Counters are written to a file that the engine reads (`FactsFile`): a remote call would take time between two
+  steps.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _PREFILL_INTERVAL_S = 0.05  # between two counts of queued prompts, which walk t
 
 
 def install(scheduler: Any, argument: str) -> None:
-    """Put our sampling, grammars and counters into a scheduler; `argument` is a `SchedulerSetup`."""
+    """Install our sampling, grammars and counters in a scheduler. `argument` is an encoded `SchedulerSetup`."""
     setup = SchedulerSetup.from_text(argument)
     scheduler.model_config.hf_eos_token_id = None
     if setup.can_constrain:
@@ -52,7 +54,7 @@ def install(scheduler: Any, argument: str) -> None:
 
 
 class Sampling:
-    """Our sampler in place of SGLang's."""
+    """Replaces SGLang's sampling with `BatchSampler`."""
 
     def __init__(self, scheduler: Any, setup: SchedulerSetup) -> None:
         self.num_sampled = 0
@@ -64,7 +66,7 @@ class Sampling:
         self._rows: list[Row] = []
 
     def install(self) -> None:
-        """Replace SGLang's sampling from now on."""
+        """Patch the scheduler and its model runner."""
         run_batch = self._scheduler.run_batch
 
         def run(batch: Any, *arguments: Any, **options: Any) -> Any:
@@ -75,7 +77,7 @@ class Sampling:
         self._runner.sample = self.sample
 
     def sample(self, logits_output: Any, forward_batch: Any) -> torch.Tensor:
-        """Sample for the batch that runs, as SGLang's `ModelRunner.sample` does."""
+        """Sample for the current batch; replaces SGLang's `ModelRunner.sample`."""
         info, logits = forward_batch.sampling_info, logits_output.next_token_logits
         info.update_regex_vocab_mask()
         mask, info.grammar_mask = info.grammar_mask, None
@@ -99,7 +101,7 @@ class Sampling:
         if row is None:
             self._num_rows += 1
             sampling = sampling_from_text(req.sampling_params.custom_params[PARAMETER])
-            # Every rank meets its requests in the same order.
+            # The number is equal in all ranks, because they process requests in the same order.
             seed = self._seed * 0x9E3779B1 + self._num_rows
             size, device = self._runner.model_config.vocab_size, torch.device(self._runner.device)
             row = req.agentloop_row = Row(sampling, req.origin_input_ids, size, device, seed)
@@ -107,7 +109,7 @@ class Sampling:
 
 
 class _Late:
-    """A block of values on its way to the host; SGLang reads its rows once the batch's copies are done."""
+    """Values that are being copied to the host. SGLang reads the rows after the batch's copies have finished."""
 
     def __init__(self, values: torch.Tensor) -> None:
         if values.is_cuda:
@@ -128,7 +130,7 @@ class _Late:
 
 
 class _LateRow:
-    """One row of a block; `tolist` is what SGLang calls."""
+    """One row of a `_Late` block. SGLang calls `tolist`."""
 
     __slots__ = ("_block", "_end", "_place")
 
@@ -140,7 +142,8 @@ class _LateRow:
 
 
 def _put_logprobs(logits_output: Any, sampled: SampledBatch, nums: Sequence[int]) -> None:
-    """Give logprobs to SGLang, alternatives in one copy a batch: `nums` says how many each row wants."""
+    """Pass logprobs to SGLang, with one copy of all alternatives per batch. `nums` is the number of alternatives
+    per row."""
     logits_output.next_token_logprobs = sampled.logprobs
     if any(nums):
         values, ids = _Late(sampled.top_logprobs), _Late(sampled.top_ids)
@@ -150,12 +153,12 @@ def _put_logprobs(logits_output: Any, sampled: SampledBatch, nums: Sequence[int]
 
 
 def _applied(mask: Any) -> Any:
-    """Make the function that applies a batch's grammar mask to logits."""
+    """Return a function that applies a batch's grammar mask to logits in place."""
 
     def constrain(logits: torch.Tensor) -> None:
         if logits.is_cuda:
             mask.apply(logits)
-        else:  # SGLang has kernels for devices only
+        else:  # SGLang has kernels for GPUs only
             import xgrammar
 
             xgrammar.apply_token_bitmask_inplace(logits, mask.vocab_mask)
@@ -164,7 +167,7 @@ def _applied(mask: Any) -> Any:
 
 
 def _grammar_backend(scheduler: Any) -> Any:
-    """Return SGLang's grammar backend on xgrammar, for our form of constraints (`constraint_to_text`)."""
+    """Return an SGLang grammar backend with xgrammar for our constraint format (`constraint_to_text`)."""
     import xgrammar
     from sglang.srt.constrained import xgrammar_backend
     from sglang.srt.constrained.base_grammar_backend import GrammarStats, InvalidGrammarObject
@@ -175,7 +178,7 @@ def _grammar_backend(scheduler: Any) -> Any:
     )
     from transformers import AutoTokenizer
 
-    if not torch.cuda.is_available():  # SGLang pins its masks
+    if not torch.cuda.is_available():  # SGLang allocates its masks in pinned memory, which requires CUDA
         xgrammar_backend._allocate_token_bitmask = lambda size, num_rows: xgrammar.allocate_token_bitmask(
             num_rows, size
         )
@@ -210,10 +213,10 @@ def _grammar_backend(scheduler: Any) -> Any:
 
 
 class CanaryPrefill:
-    """Prefills a canary request alone, before every other request of the scheduler.
+    """Prefills a canary request alone, before all other requests of the scheduler.
 
-    One of the `SPARE_SLOTS` is reserved for it. If running requests hold the whole KV cache, one of them is
-    retracted, as SGLang does when a decode step finds no memory; it is prefilled again later.
+    One of the `SPARE_SLOTS` is reserved for it. If running requests hold all KV, one of them is retracted, like
+    SGLang does when a decode step lacks memory; it is prefilled again later.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -223,7 +226,7 @@ class CanaryPrefill:
         self._batch_type = type(scheduler.running_batch)
 
     def install(self) -> None:
-        """Run canary requests first from now on."""
+        """Patch the scheduler."""
         scheduler, enqueue = self._scheduler, self._scheduler._add_request_to_queue
 
         def enqueued(req: Any, *arguments: Any, **options: Any) -> Any:
@@ -234,7 +237,7 @@ class CanaryPrefill:
         scheduler.get_new_batch_prefill = self.prefill
 
     def prefill(self, running_batch: Any) -> Any:
-        """Plan the next prefill, as SGLang's `get_new_batch_prefill` does."""
+        """Plan the next prefill; replaces SGLang's `get_new_batch_prefill`."""
         if self._num_waiting == 0:
             return self._prefill(running_batch)
         self._num_waiting = 0
@@ -242,7 +245,8 @@ class CanaryPrefill:
         canary = [req for req in scheduler.waiting_queue if req.rid.startswith(CANARY_PREFIX)]
         if not canary:  # aborted
             return self._prefill(running_batch)
-        # Hide all other requests: their slots, and the KV that SGLang sets aside for their growth, do not count.
+        # Hide all other requests, so that their slots and the KV that SGLang reserves for their growth do not
+        # count.
         others = [req for req in scheduler.waiting_queue if req not in canary]
         chunked, scheduler.chunked_req = scheduler.chunked_req, None
         scheduler.waiting_queue = canary
@@ -264,7 +268,7 @@ class CanaryPrefill:
         return self._prefill(self._batch_type(reqs=[], batch_is_full=False)).batch_to_run
 
     def _retract(self, running_batch: Any) -> None:
-        retract = running_batch.retract_decode  # without a parameter from 0.5.23 on
+        retract = running_batch.retract_decode  # has no parameter since 0.5.23
         has_parameter = bool(inspect.signature(retract).parameters)
         retracted, ratio, _ = retract(self._scheduler.server_args) if has_parameter else retract()
         self._scheduler.new_token_ratio_tracker.current = ratio
@@ -273,7 +277,7 @@ class CanaryPrefill:
 
 
 class Counters:
-    """The scheduler's counters, written after every batch."""
+    """Writes the scheduler's counters to the `FactsFile` after every batch."""
 
     def __init__(self, scheduler: Any, sampling: Sampling, file: FactsFile) -> None:
         self._scheduler = scheduler
@@ -282,11 +286,11 @@ class Counters:
         self._num_preemptions = 0
         self._num_prefill_tokens = 0
         self._counted_at = 0.0
-        self._last_step_at: float | None = None  # None: no request ran, or the engine was paused
+        self._last_step_at: float | None = None  # None: no request was running
         self._slow_step_s = 0.0
 
     def install(self) -> None:
-        """Write the counters from now on."""
+        """Patch the scheduler."""
         scheduler = self._scheduler
         process, enqueue = scheduler.process_batch_result, scheduler._add_request_to_queue
 
@@ -302,7 +306,7 @@ class Counters:
         scheduler.process_batch_result, scheduler._add_request_to_queue = processed, enqueued
 
     def write(self) -> None:
-        """Write the present figures."""
+        """Write the current counters."""
         scheduler, now = self._scheduler, time.monotonic()
         if self._last_step_at is not None:
             self._slow_step_s = slow_step_s(self._slow_step_s, now - self._last_step_at)

@@ -1,24 +1,27 @@
-"""The half of pauses and weight updates that runs inside SGLang's scheduler processes.
+"""Pauses and weight updates inside SGLang's scheduler processes.
 
-SGLang has no extension class for its workers. So `run_scheduler` is started in place of SGLang's own entry function
-(`Engine.run_scheduler_process_func`): it puts a subclass of SGLang's `Scheduler`, with `SchedulerExtension` before
-it, where the entry function looks the class up, and calls that. What it rests on (SGLang 0.5.17 and 0.5.23):
+SGLang has no worker extension class. `run_scheduler` therefore replaces SGLang's entry function
+(`Engine.run_scheduler_process_func`): it replaces SGLang's `Scheduler` with a subclass that has the mixin
+`SchedulerExtension`, and calls the original entry function. It depends on this behavior of SGLang 0.5.17 and
+0.5.23:
 
-- Rank 0 takes remote calls (`RpcReqInput`) between two steps, also while it is paused, and broadcasts them to its
-  tensor-parallel group with all other requests. So every rank runs a call at the same place of its loop.
-- `handle_rpc_request` answers with a text and logs what a method raises. Ours runs methods of this class in all
-  ranks, and answers with the answers of all (`SchedulerCall`, `SchedulerAnswers`). Nothing is raised into the loop,
-  which would end the whole group and send SIGQUIT to the engine's process.
-- `pause_generation(in_place)` only sets a flag: with overlapped scheduling the last batch launched is still on the
-  device, and its tokens are in no request. `requests_pause` takes its result in, as the next turn of the loop
-  would, and waits for the device. The loop meets the same result after the pause: `process_batch_result` skips it.
-- The loop watches over the batch it last began, and a pause with one in it for longer than `watchdog_timeout` would
-  end the group: a paused scheduler has none.
-- What a request that is not streamed has sampled is sent every `progress_tokens` steps. After a pause its first
-  token is sent at once: with every place taken, the engine judges new weights by it, and holds output until then.
-- `pause_generation(retract)` puts all running requests back into the queue and frees their KV, but `flush_cache`
-  wants the queue to be empty. Queued requests hold no KV, and are matched against the cache when their turn comes.
-- A commit writes into the parameters that the captured graphs read, on the thread that launches them.
+- Rank 0 handles remote calls (`RpcReqInput`) between two steps, also while paused, and broadcasts them to its
+  tensor-parallel group with all other requests, so every rank runs a call at the same position of its loop.
+- `handle_rpc_request` returns a text and logs exceptions. Ours runs methods of this class in all ranks and returns
+  the
+  answers of all ranks (`SchedulerCall`, `SchedulerAnswers`). Exceptions must not reach the loop, which would end
+  the group and send SIGQUIT to the engine's process.
+- `pause_generation(in_place)` only sets a flag: with overlapped scheduling the last batch is still running on the
+  device, and its tokens are not in the requests yet. `requests_pause` processes its result like the next iteration
+  of the loop would, and waits for the device. The loop gets the same result after the pause; `process_batch_result`
+  then skips it.
+- The watchdog monitors the last started batch. A pause longer than `watchdog_timeout` with such a batch would end
+  the
+  group, so a paused scheduler clears it.
+- The tokens of a request that is not streamed are sent every `progress_tokens` steps.
+- `pause_generation(retract)` requeues all running requests and frees their KV, but `flush_cache` requires an empty
+  queue. Queued requests hold no KV, and are matched against the cache when they are scheduled.
+- A commit writes to the parameters that captured graphs read, on the thread that launches the graphs.
 """
 
 from __future__ import annotations
@@ -55,36 +58,38 @@ from agentloop_servers.weight_transfer.worker_calls import (
 from agentloop_sglang.internals import holds_kv, ranks, release_kv
 
 SWITCH_INTERVAL_S = 0.0005
-"""The longest wait of a stage's thread for the interpreter, which the scheduler's loop never gives up by itself."""
+"""The longest time that a stage's thread waits for the GIL, which the scheduler's loop never releases
+voluntarily."""
 FAILED_EXIT_CODE = 70
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""The layers that SGLang's decoders fuse, with their parts' names in checkpoints; its models do not say it."""
+"""The layers that SGLang's decoders fuse, with the names of their parts in checkpoints. SGLang's models do not
+declare them."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class _Parent:
-    """A stand-in for the engine's process, so that a failed scheduler ends its own process only."""
+    """Replaces the engine's process for SGLang, so that a failed scheduler ends only its own process."""
 
     def parent(self) -> _Parent:
         return self
 
     def send_signal(self, signum: int) -> None:
-        """End this scheduler's process instead; the engine's process watches it."""
+        """Exit this scheduler's process instead; the engine's process monitors it."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(FAILED_EXIT_CODE)
 
 
 def run_scheduler(*arguments: Any, **named: Any) -> None:
-    """Run one scheduler process with our calls in it: SGLang's `run_scheduler_process`, its arguments and all.
+    """Run SGLang's `run_scheduler_process`, with the same arguments, and with our calls in the scheduler.
 
     A scheduler that fails, or that its watchdog finds hung, exits with `FAILED_EXIT_CODE`.
     """
     from sglang.srt.managers import scheduler
     from sglang.srt.utils import watchdog
 
-    # They look up their parent by `psutil.Process().parent()`, and for nothing else.
+    # Both modules use psutil only for `psutil.Process().parent()`.
     scheduler.psutil = watchdog.psutil = SimpleNamespace(Process=_Parent)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     scheduler.Scheduler = type("Scheduler", (SchedulerExtension, scheduler.Scheduler), {})
@@ -92,9 +97,9 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
 
 
 class SchedulerExtension(StagingCalls):
-    """The methods that we add to SGLang's Scheduler. Their names must not collide with its own."""
+    """The methods that we add to SGLang's Scheduler. Their names must not collide with SGLang's."""
 
-    # SGLang's own
+    # Attributes of SGLang's Scheduler
     tp_worker: Any
     tp_cpu_group: Any
     running_batch: Any
@@ -108,10 +113,10 @@ class SchedulerExtension(StagingCalls):
     enable_overlap: bool
     _engine_paused: bool
 
-    _taken_in: Any = None  # the result that a pause has processed before its turn
+    _taken_in: Any = None  # the result that a pause has already processed
 
     def handle_rpc_request(self, recv_req: Any) -> Any:
-        """Answer our calls, and pass SGLang's own on."""
+        """Handle our calls, and pass other calls to SGLang."""
         if recv_req.method != CALL:
             return super().handle_rpc_request(recv_req)  # type: ignore[misc]
         from sglang.srt.managers.io_struct import RpcReqOutput
@@ -119,17 +124,17 @@ class SchedulerExtension(StagingCalls):
         try:
             call = from_text(recv_req.parameters["call"], SchedulerCall)
         except (AgentLoopError, KeyError, TypeError, ValueError) as error:
-            return RpcReqOutput(success=False, message=f"not a call: {error!r}")
+            return RpcReqOutput(success=False, message=f"malformed call: {error!r}")
         return RpcReqOutput(success=True, message=to_text(self.answer_call(call)))
 
     def answer_call(self, call: SchedulerCall) -> SchedulerAnswers:
         """Run a call in this rank, and gather the answers of all ranks."""
-        own: tuple[Any, str] = None, f"the scheduler has no call {call.method}"
+        own: tuple[Any, str] = None, f"unknown scheduler call {call.method!r}"
         if call.method in frozenset(WorkerMethod):
             own = self.agentloop_call(call.method, *call.arguments)
         gathered = self._gather(own)
         return SchedulerAnswers(
-            call.call_id, tuple(one for one, _ in gathered), tuple(sentence for _, sentence in gathered)
+            call.call_id, tuple(answer for answer, _ in gathered), tuple(error for _, error in gathered)
         )
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
@@ -140,8 +145,9 @@ class SchedulerExtension(StagingCalls):
         super().process_batch_result(batch, result)  # type: ignore[misc]
 
     def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
-        """Return the requests that the queued result will end, and the next step leaves out (SGLang 0.5.23)."""
-        # A result that a pause has processed ends nothing more: what it left unfinished needs the step.
+        """Return the requests that the queued result will finish, so that the next step omits them (SGLang
+        0.5.23)."""
+        # A result that a pause has processed finishes no more requests: the unfinished ones need the next step.
         return [] if self._taken_in is not None else super()._reqs_finishing_inflight(batch)  # type: ignore[misc]
 
     def scheduler_extend(self, function: str, argument: str) -> None:
@@ -149,13 +155,13 @@ class SchedulerExtension(StagingCalls):
         extend = cast(Callable[[Any, str], None], resolve(function, param="function"))
         extend(self, argument)
 
-    # --- requests -----------------------------------------------------------------------------------------
+    # Requests
 
     def requests_pause(self, is_cache_cleared: bool) -> bytes:
-        """Pause between two steps, after all work on the device. Returns `RequestCounts`.
+        """Pause between two steps, after all work on the device has finished. Return encoded `RequestCounts`.
 
-        `is_cache_cleared`: all KV is dropped too, and requests in flight are prefilled again after the pause. In a
-        paused scheduler, only that is done.
+        With `is_cache_cleared`, also drop all KV; running requests are prefilled again after the pause. If the
+        scheduler is already paused, only the KV is dropped.
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
@@ -176,16 +182,16 @@ class SchedulerExtension(StagingCalls):
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         if self._engine_paused:
-            # What torch has cached is used again at once; giving it back would cost time in the pause.
+            # torch reuses its cached memory immediately; releasing it would make the pause longer.
             self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))  # type: ignore[attr-defined]
 
     def requests_end(self, rids: bytes) -> None:
-        """Abort requests of a paused scheduler at once; `rids` is an encoded tuple of ids.
+        """Abort requests of a paused scheduler immediately. `rids` is an encoded tuple of ids.
 
-        Outside a pause SGLang ends a request with its next step. Raises RuntimeError if it is not paused.
+        Outside of a pause, SGLang itself ends aborted requests in its next step. Raises RuntimeError if not paused.
         """
         if not self._engine_paused:
-            raise RuntimeError("requests are ended at once only in a pause")
+            raise RuntimeError("requests_end requires a paused scheduler")
         wanted = frozenset(codec.decode(rids, tuple[str, ...]))
         queued = [*self.waiting_queue, *self.grammar_manager.grammar_queue]
         for req in [req for req in self._live_requests() if req.rid in wanted]:
@@ -198,7 +204,7 @@ class SchedulerExtension(StagingCalls):
                 self._end_running(req)
 
     def _end_running(self, req: Any) -> None:
-        """End a request as if its last token were a stop token; the next batch leaves it out."""
+        """End a request as if its last token were a stop token; the next batch omits it."""
         self._finish(req)
         release_kv(req, self.tree_cache)  # type: ignore[attr-defined]
         self._tell_end(req)
@@ -210,9 +216,9 @@ class SchedulerExtension(StagingCalls):
             self.waiting_queue.remove(req)
         else:
             self.grammar_manager.grammar_queue.remove(req)
-            if hasattr(req.grammar, "cancel"):  # the future of one that is being compiled
+            if hasattr(req.grammar, "cancel"):  # a future of a grammar that is being compiled
                 req.grammar.cancel()
-        if req.output_ids:  # it was put back into the queue
+        if req.output_ids:  # a request that was retracted into the queue
             self._finish(req)
             self._tell_end(req)
         else:
@@ -229,14 +235,15 @@ class SchedulerExtension(StagingCalls):
         self.output_streamer.stream_output([req], req.return_logprob)  # type: ignore[attr-defined]
 
     def _take_in_result(self) -> None:
-        """Process the overlapped batch's result now, and leave it in its queue for the loop to take out."""
+        """Process the result of the overlapped batch now, and leave it in its queue, from which the loop removes
+        it."""
         if self.enable_overlap and self.result_queue and self._taken_in is None:
             batch, result = self.result_queue[0]
             self.process_batch_result(batch, result)
             self._taken_in = result
 
     def _clear_cache(self) -> None:
-        """Drop all KV: no batch is under way, and queued requests hold none. Raises RuntimeError."""
+        """Drop all KV. No batch may be running; queued requests hold no KV. Raises RuntimeError."""
         with self._queues_put_away():
             is_cleared = self.flush_cache(empty_cache=False)  # type: ignore[attr-defined]
         if not is_cleared:
@@ -244,7 +251,7 @@ class SchedulerExtension(StagingCalls):
 
     @contextlib.contextmanager
     def _queues_put_away(self) -> Iterator[None]:
-        """Empty SGLang's queues during the block, so that it takes itself for idle. Queued requests hold no KV."""
+        """Hide the queued requests during the block, so that SGLang considers itself idle. They hold no KV."""
         waiting, self.waiting_queue = self.waiting_queue, []
         grammars, self.grammar_manager.grammar_queue = self.grammar_manager.grammar_queue, []
         try:
@@ -261,10 +268,11 @@ class SchedulerExtension(StagingCalls):
                 known.add(id(req))
                 yield req
 
-    # --- memory -------------------------------------------------------------------------------------------
+    # Memory
 
     def memory_release(self, tags: str) -> None:
-        """Give the device memory of these tags back ("kv_cache,weights"). Paused, and the cache is cleared."""
+        """Release the device memory of these tags ("kv_cache,weights"). The scheduler must be paused, its cache
+        cleared."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         with self._queues_put_away():
@@ -273,21 +281,23 @@ class SchedulerExtension(StagingCalls):
             )
 
     def memory_resume(self, tags: str) -> None:
-        """Take the memory of these tags back, with the weights if they were kept in host memory."""
+        """Allocate the memory of these tags again, and restore the weights from host memory if they were kept
+        there."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self.weight_updater.resume_memory_occupation(  # type: ignore[attr-defined]
             ResumeMemoryOccupationReqInput(tags=tags.split(","))
         )
 
-    # --- weights ------------------------------------------------------------------------------------------
+    # Weights
 
     def weights_stager(self, setup: StagingSetup) -> WeightStager:
-        """Make this rank's stager. Raises RuntimeError for pipelines and data parallelism."""
+        """Make this rank's stager. Raises RuntimeError for pipeline and data parallelism."""
         parallel = ranks(self)
         if parallel.pp_size != 1 or parallel.dp_size != 1:
             raise RuntimeError(
-                "weights are updated in tensor-parallel groups only: no pipeline, no data parallelism"
+                "weight updates support tensor parallelism only, not pp_size"
+                f" {parallel.pp_size} and dp_size {parallel.dp_size}"
             )
         model = SglangModel(self.tp_worker.model_runner)
         return WeightStager(
@@ -296,11 +306,9 @@ class SchedulerExtension(StagingCalls):
             model.device,
             parallel.tp_rank,
             policy=setup.policy,
-            can_trace=True,  # packed copies of the CPU's kernels do not pass `check_plan`
+            can_trace=True,  # `check_plan` rejects the packed weight copies of CPU kernels
             timeout_s=setup.timeout_s,
         )
-
-    # --- inside -------------------------------------------------------------------------------------------
 
     def _gather(self, own: tuple[bytes | int | None, str]) -> list[tuple[bytes | int | None, str]]:
         if (size := ranks(self).tp_size) == 1:
@@ -311,7 +319,7 @@ class SchedulerExtension(StagingCalls):
 
 
 class SglangModel:
-    """A rank's model as commits use it; see `ServedModel`."""
+    """Implements `ServedModel` for the model of one rank."""
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
@@ -334,22 +342,23 @@ class SglangModel:
             with set_default_torch_dtype(self._runner.model_config.dtype):
                 DefaultModelLoader.load_weights_and_postprocess(self.module, tensors, self.device)
         except Exception as error:
-            raise RuntimeError(f"the load broke off: {error!r}") from error
+            raise RuntimeError(f"SGLang failed to load the weights: {error!r}") from error
 
     def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
         return compare_layers(self.module, frozenset(names), read, FUSED)
 
     def _check_reloadable(self) -> None:
-        """Raise RuntimeError, before any write, for layers that a second load would spoil.
+        """Raise RuntimeError, before any write, for layers that a second load would corrupt.
 
-        A load leaves quantised layers in a form that the loader of their parameters does not know.
+        A load converts quantized layers to a format that the loader of their parameters does not support.
         """
         for name, module in self.module.named_modules():
             method = getattr(module, "quant_method", None)
             has_own = any(True for _ in module.parameters(recurse=False))
             if method is not None and has_own and type(method).__name__ not in PLAIN_METHODS:
                 raise RuntimeError(
-                    f"layer {name} is quantised ({type(method).__name__}): SGLang loads it once only"
+                    f"layer {name} is quantized ({type(method).__name__}): SGLang can load it only once, so its"
+                    " weights cannot be updated"
                 )
 
     def synchronize(self) -> None:

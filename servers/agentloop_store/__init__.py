@@ -1,1 +1,1 @@
-"""Weight versions in a published store: format, publisher, copies on a host."""
+"""Published weight versions in a store: format, publisher, and local copies."""

@@ -1,9 +1,9 @@
-"""The publisher: new weights become a version in the store, a full one every so often and deltas in between.
+"""The publisher: stores new weights as a version, periodically a full one and deltas in between.
 
-One pass over the tensors: each is loaded, compared with the base, compressed, hashed, and written to the folder
-that is the next delta's base (`LocalVersions`). Memory is that of one tensor and of its base. A version's files are
-complete on this host before the first byte leaves it, and the pointer moves last: a kill leaves the old version,
-and publishing the same number again writes over what was left.
+Each tensor is loaded once, compared with the base, compressed, hashed, and written to the local folder that is the
+base of the next delta (`LocalVersions`), so memory is that of one tensor and its base. Invariants: a version's
+files are complete on this host before any byte is uploaded, and the pointer moves last. A killed process leaves the
+old version, and publishing the same number again overwrites the remains.
 """
 
 from __future__ import annotations
@@ -39,67 +39,71 @@ from agentloop_store.local_versions import CopyDamaged, LocalVersions, verified
 from agentloop_store.store import VersionStore, chain_of
 
 _log = structlog.stdlib.get_logger(__name__)
-SHARD_BYTES = 4 << 30  # of a checkpoint, in one file of a version
+SHARD_BYTES = 4 << 30  # maximum size of tensors in one file of a version
 _CODES = {name: code for code, (name, _) in DTYPES.items()}
-_DELTA = "delta"  # its folder beside the new version's files, until these have their name
+_DELTA = "delta"  # folder of the delta's files inside the new version's folder, until they are uploaded
 
 
 class VersionPublisher:
-    """A `Publisher` (`agentloop/client/publish.py`) of one run."""
+    """The `Publisher` (`agentloop/client/publish.py`) of one run."""
 
     def __init__(self, options: PublishOptions) -> None:
-        """Raises InvalidRequest for options that cannot be."""
+        """Raises InvalidRequest for invalid options."""
         try:
             self._encoding = Encoding(options.encoding)
         except ValueError as error:
-            raise InvalidRequest(f"an encoding is one of {', '.join(Encoding)}", param="encoding") from error
+            raise InvalidRequest(
+                f"unknown encoding {options.encoding!r}: expected one of {', '.join(Encoding)}", param="encoding"
+            ) from error
         if options.checksum not in CHECKSUMS:
-            raise InvalidRequest(f"a checksum is one of {', '.join(CHECKSUMS)}", param="checksum")
+            raise InvalidRequest(
+                f"unknown checksum {options.checksum!r}: expected one of {', '.join(CHECKSUMS)}", param="checksum"
+            )
         self._options = options
         self._store = VersionStore(options.store, options.run)
-        self._base_sums: Mapping[str, str] = {}  # of the last version, as it was written
+        self._base_sums: Mapping[str, str] = {}  # checksums of the last version's tensors when they were written
         self._local = LocalVersions(Path(options.cache) if options.cache else _cache_of(self._store))
 
     def publish(self, tensors: Sequence[TensorBytes] | Path, version: int) -> PublishReport:
         """Publish a version, and move the pointer to it. The tensors must not change until this returns.
 
-        Raises PointerWentBack for a version that is not beyond the last one, LayoutMismatch for other tensors than
-        that has, InvalidRequest, CheckpointUnreadable, StoreUnreachable, StoreRefused or StorageFull.
+        Raises PointerWentBack if the version is not greater than the last one, LayoutMismatch if the tensors differ
+        from those of the last one, InvalidRequest, CheckpointUnreadable, StoreUnreachable, StoreRefused or
+        StorageFull.
         """
         try:
             return self._publish(tensors, version, is_doubted=False)
-        except CopyDamaged as error:  # of the last version, which deltas are made to
+        except CopyDamaged as error:  # the local copy of the last version, the base of the delta, is damaged
             _log.warning("version_made_again", version=version, reason=str(error))
             return self._publish(tensors, version, is_doubted=True)
-
-    # --- inside ---
 
     def _publish(self, tensors: Sequence[TensorBytes] | Path, version: int, *, is_doubted: bool) -> PublishReport:
         started_at = time.monotonic()
         self._local.check_apart(self._store)
-        given = tensors_of(tensors) if isinstance(tensors, Path) else list(tensors)
-        entries = {one.name: _entry_of(one) for one in given}
+        new_tensors = tensors_of(tensors) if isinstance(tensors, Path) else list(tensors)
+        entries = {tensor.name: _entry_of(tensor) for tensor in new_tensors}
         latest, base_version = self._store.latest_before(version), None
         index = Index(version, {}, self._options.checksum, encoding=self._encoding)
         base: Mapping[str, StoredTensor] = {}
         if latest is not None:
             self._local.folder(self._store, latest, is_doubted=is_doubted)
-            held, self._base_sums = self._local.tensors(latest)
-            _check_layout(entries, held, latest)
+            base_tensors, self._base_sums = self._local.tensors(latest)
+            _check_layout(entries, base_tensors, latest)
             chain = chain_of(self._store, latest)
+            # A reader applies all deltas of the chain, so its length is bounded by periodic full versions.
             if len(chain) < self._options.full_every:
-                base_version, base = latest, held
+                base_version, base = latest, base_tensors
                 index = replace(index, base_version=latest, base_index=digest(chain[0].raw))
         with self._local.making(version, latest) as part:
-            files, checksums, sums = self._write(part, given, entries, base, index)
+            files, checksums, sums = self._write(part, new_tensors, entries, base, index)
             encoded_at = time.monotonic()
             index = replace(index, files=files, content=digest("".join(sorted(checksums.values())).encode()))
             folder = part if base_version is None else part / _DELTA
             num_bytes = self._store.put(index, sorted(folder.glob("*.safetensors")))
-            self._store.advance(version)
+            self._store.advance(version)  # last: readers see the version only after its files are complete
             shutil.rmtree(part / _DELTA, ignore_errors=True)
             self._local.keep(part, index.to_json(), sums)
-        num_full = sum(one.num_bytes for one in entries.values())
+        num_full = sum(entry.num_bytes for entry in entries.values())
         times_s = encoded_at - started_at, time.monotonic() - encoded_at
         return PublishReport(version, base_version, num_bytes, num_full, len(files), *times_s)
 
@@ -111,9 +115,9 @@ class VersionPublisher:
         base: Mapping[str, StoredTensor],
         index: Index,
     ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-        """Write the checkpoint and, with a base, its delta.
+        """Write the local checkpoint and, with a base, the delta.
 
-        Returns files and checksums of what is published, and the xxh3-128 of every tensor. Raises CopyDamaged.
+        Returns the published files and checksums by tensor, and the xxh3-128 of every tensor. Raises CopyDamaged.
         """
         kind, is_full = self._options.checksum, index.base_version is None
         (part / _DELTA).mkdir()
@@ -154,28 +158,31 @@ class VersionPublisher:
 
 
 def _cache_of(store: VersionStore) -> Path:
-    """Return this user's folder for a run of a store, the same in every process."""
+    """Return the cache folder of this user for a run of a store."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "agentloop" / "publish" / digest(store.place.encode())
 
 
 def _sharded(given: Sequence[TensorBytes], entries: Mapping[str, Entry]) -> Iterator[list[TensorBytes]]:
-    """Give the tensors that are a file each, so that a host can fetch several at once."""
+    """Split the tensors into files, so that a host can download several files concurrently."""
     shard: list[TensorBytes] = []
     num_bytes = 0
-    for one in given:
-        size = entries[one.name].num_bytes
+    for tensor in given:
+        size = entries[tensor.name].num_bytes
         if shard and num_bytes + size > SHARD_BYTES:
             yield shard
             shard, num_bytes = [], 0
-        shard.append(one)
+        shard.append(tensor)
         num_bytes += size
     yield shard
 
 
 def _entry_of(tensor: TensorBytes) -> Entry:
     if (code := _CODES.get(tensor.dtype)) is None:
-        raise InvalidRequest(f"tensor {tensor.name} is of {tensor.dtype}, not a float type", param="weights")
+        raise InvalidRequest(
+            f"tensor {tensor.name} has the dtype {tensor.dtype}: expected one of {', '.join(_CODES)}",
+            param="weights",
+        )
     return Entry(code, list(tensor.shape), (0, math.prod(tensor.shape) * DTYPES[code][1]))
 
 
@@ -183,15 +190,15 @@ def tensors_of(folder: Path) -> list[TensorBytes]:
     """Return the tensors of a checkpoint. Raises CheckpointUnreadable."""
     inspect_checkpoint(str(folder))
     return [
-        TensorBytes(one.name, DTYPES[one.entry.dtype][0], tuple(one.entry.shape), one.read)
-        for one in stored_tensors(folder).values()
+        TensorBytes(tensor.name, DTYPES[tensor.entry.dtype][0], tuple(tensor.entry.shape), tensor.read)
+        for tensor in stored_tensors(folder).values()
     ]
 
 
 def _check_layout(entries: Mapping[str, Entry], base: Mapping[str, StoredTensor], base_version: int) -> None:
-    given = {name: (one.dtype, one.shape) for name, one in entries.items()}
-    held = {name: (one.entry.dtype, one.entry.shape) for name, one in base.items()}
-    if given != held:
-        first = next(name for name in (*given, *held) if given.get(name) != held.get(name))
-        differs = f"tensor {first} is not as in version {base_version}: names, dtypes and shapes stay in a run"
-        raise LayoutMismatch(differs, param="weights")
+    new_layout = {name: (one.dtype, one.shape) for name, one in entries.items()}
+    base_layout = {name: (one.entry.dtype, one.entry.shape) for name, one in base.items()}
+    if new_layout != base_layout:
+        first = next(name for name in (*new_layout, *base_layout) if new_layout.get(name) != base_layout.get(name))
+        differs = f"tensor {first} differs from version {base_version}: names, dtypes and shapes must not change"
+        raise LayoutMismatch(f"{differs} within a run", param="weights")

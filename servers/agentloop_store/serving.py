@@ -1,4 +1,4 @@
-"""A service's side of its store: the pointer for the coordinator, and the folders that engines stage from."""
+"""Published versions in a service: the pointer for the coordinator, and the local folders that engines stage."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from agentloop_store.store import VersionStore
 
 
 class ServedVersions:
-    """The versions of one run, as the processes of one host have them."""
+    """The versions of one run on one host."""
 
     def __init__(self, source: PublishedSource, folder: Path) -> None:
-        """`folder`: of this host, for all its replicas. Raises InvalidRequest for a store that cannot be."""
+        """`folder` is shared by all replicas of this host. Raises InvalidRequest for an invalid store."""
         self._store = VersionStore(source.store, source.run)
         self._local = LocalVersions(folder)
         self._staged: int | None = None  # the version that was staged last
 
     async def latest(self) -> int:
-        """Return the version that the pointer names. Raises what `VersionStore.latest` does."""
+        """Return the latest published version. Raises the errors of `VersionStore.latest`."""
         latest: int = await in_daemon_thread(self._store.latest)
         return latest
 
     async def located(self, update: WeightUpdate) -> WeightUpdate:
-        """Return an update of a published version as one of this host's folder, which is made first if need be.
+        """Convert an update of a published version to an update of a local folder, which is assembled if needed.
 
-        Its digest is the fleet's, or that of the version as it was made: an engine that reads other bytes refuses
-        them, and stages the version again. Then the folder's bytes are compared too.
+        The digest is the update's, or that of the local version when it was written: an engine that reads different
+        bytes refuses the folder.
         """
+        # If the same version is staged again, an engine may have refused the folder: verify its bytes.
         is_doubted = update.version == self._staged and not update.is_probe
         if not update.is_probe:
             self._staged = update.version
@@ -47,7 +48,7 @@ class ServedVersions:
 
 
 class PulledStore(VersionStore):
-    """The versions in one folder; where it has no version 0, the checkpoint `base` is that."""
+    """The versions in one folder. If it has no version 0, the checkpoint `base` is version 0."""
 
     def __init__(self, folder: Path, base: Path) -> None:
         super().__init__(str(folder.parent), folder.name)
@@ -59,7 +60,7 @@ class PulledStore(VersionStore):
         except VersionMissing:
             if version:
                 raise
-            files = {name: one.path.name for name, one in stored_tensors(self._base).items()}
+            files = {name: tensor.path.name for name, tensor in stored_tensors(self._base).items()}
             return Index(0, files, None, raw=bytes(self._base))
 
     def fetch(self, index: Index, target: Path) -> None:
@@ -71,33 +72,35 @@ class PulledStore(VersionStore):
 
 
 async def pull_version(order: PullVersion) -> None:
-    """Make a version on this host, and have the order's path lead to it. Raises InvalidRequest for a taken path."""
+    """Assemble a version on this host, and link the order's path to it. Raises InvalidRequest for a used path."""
     folder, versions = Path(order.folder), Path(f"{order.folder}.versions")
     local = LocalVersions(versions, _pulled_before(folder, versions))
     store = PulledStore(Path(order.source), Path(order.base))
-    LocalVersions(folder).check_apart(store)  # the link would be among what is published
-    made = await _made(local, store, order.version)
-    link = made.with_name("link")
+    LocalVersions(folder).check_apart(store)  # the link must not be inside the published store
+    target = await _made(local, store, order.version)
+    link = target.with_name("link")
     link.unlink(missing_ok=True)
-    link.symlink_to(made)
+    link.symlink_to(target)
     link.replace(folder)
 
 
 def _pulled_before(folder: Path, versions: Path) -> str:
-    """Return the name of the version to which a path leads. Raises InvalidRequest for what is no pull's link."""
+    """Return the name of the linked version. Raises InvalidRequest if the path is not a link of an earlier pull."""
     target = folder.resolve()
     if os.path.lexists(folder) and target.parent != versions.resolve():
-        raise InvalidRequest("the path is neither free nor an earlier pull's", param="local_checkpoint_dir")
+        raise InvalidRequest(
+            f"{folder} exists and is not a link of an earlier pull: use another path", param="local_checkpoint_dir"
+        )
     return target.name
 
 
 async def _made(local: LocalVersions, store: VersionStore, version: int, *, is_doubted: bool = False) -> Path:
-    """Return the folder of a version in a thread, which is told if its caller is cancelled."""
+    """Run `LocalVersions.folder` in a thread, which stops if the caller is cancelled."""
     is_given_up = threading.Event()
 
     def check() -> None:
         if is_given_up.is_set():
-            raise CheckpointUnreadable("the update was given up")
+            raise CheckpointUnreadable("the update was cancelled")
 
     try:
         make = partial(local.folder, is_doubted=is_doubted)

@@ -1,16 +1,17 @@
-"""Trajectories and weight updates as OpenTelemetry spans, made from their records when they have ended.
+"""OpenTelemetry spans of trajectories and weight updates, created from their records after their end.
 
-    invoke_agent LOOP      from the queue to the end; a session's has the loop `session`
-      queue, reward        of it
-      move                 to another replica: a moment
-      chat MODEL           a turn, until its calls have their results; the event `sampled` is its last token
-        llm_request        the engine's own, if it has its traces: not made here
+    invoke_agent LOOP      from the queue to the end; the LOOP of a session is `session`
+      queue, reward
+      move                 to another replica (no duration)
+      chat MODEL           a turn until its calls have results; the event `sampled` is the time of its last token
+        llm_request        created by the engine if its traces are enabled, not here
         execute_tool TOOL
     weight_update
-      stage, stall, look   of each replica; the turns that the update cut link to it
+      stage, stall, look   per replica; turns interrupted by the update link to it
 
-Names are those of the GenAI semantic conventions in the version of `SCHEMA`, which are not stable: all stand here.
-Ours begin with `agentloop.`. Ids follow from the run and the trajectory, so a repeated export has the same ids.
+Names follow the GenAI semantic conventions in the version of `SCHEMA`; they are not stable, so all of them are in
+this module. Our own names begin with `agentloop.`. Ids are derived from the run and the trajectory, so a repeated
+export has the same ids.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from agentloop.values import codec
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 
 MAX_SPANS = 500
-"""Spans of a trace; that of a longer trajectory has its first turns."""
+"""Maximum number of spans per trace. The trace of a longer trajectory has only its first turns."""
 
 _SCOPE = InstrumentationScope("agentloop", __version__, SCHEMA)
 
-_SPAN_BYTES = 1000  # without messages, at most in practice
+_SPAN_BYTES = 1000  # maximum size of a span without messages, in practice
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_MAX_NAME_CHARS = 64  # of a tool: the policy may call anything
-_MAX_TEXT_BYTES = 3 << 20  # of a trace: the turns behind them are without their messages
+_MAX_NAME_CHARS = 64  # tool names are truncated: the policy may write any name
+_MAX_TEXT_BYTES = 3 << 20  # messages per trace; later turns have no messages
 
 Value: TypeAlias = str | float | tuple[str, ...] | tuple[int, ...]
 About: TypeAlias = dict[str, Value | None]
 
 
 class SpanMaker:
-    """The maker of a run's traces. `model` is the name that it serves, if known; `content` adds the messages."""
+    """Creates a run's traces. `model` is the served model name or empty; `content` adds messages to the spans."""
 
     def __init__(self, run: str, model: str, *, content: bool = False) -> None:
         self._run = run
@@ -62,7 +63,7 @@ class SpanMaker:
         )
 
     def is_sampled(self, record: Trajectory, share: float) -> bool:
-        """Tell if it is of this `share` of all, or its caller's trace is recorded."""
+        """Return True if the record is in the sample of size `share`, or its caller's trace is recorded."""
         return self._ids_of(record).is_sampled(share)
 
     def trace(self, ended: Trajectory | UpdateReport) -> Trace:
@@ -110,14 +111,14 @@ class SpanMaker:
     def _add_turns(
         self, trace: _TraceMaker, paths: Sequence[TokenPath], tool_calls: Sequence[ToolCallTimes]
     ) -> int:
-        """Add the turns, with their calls, for which there is room. Returns how many are left out."""
+        """Add turns with their calls up to `MAX_SPANS`. Returns the number of omitted turns."""
         num_turns, calls = sum(len(path.own_turns) for path in paths), deque(tool_calls)
         chats = sorted((chat for path in paths for chat in _chats(path)), key=lambda chat: chat.times.begun_us)
         for number, chat in enumerate(chats):
             ran: list[ToolCallTimes] = []
             while calls and (number + 1 == len(chats) or calls[0].begun_us < chats[number + 1].times.begun_us):
                 ran.append(calls.popleft())
-            if len(trace.spans) + 1 + len(ran) >= MAX_SPANS:  # the root comes too
+            if len(trace.spans) + 1 + len(ran) >= MAX_SPANS:  # reserve one span for the root
                 return num_turns - number
             span = self._add_chat(trace, chat)
             ids = [call.id for message in chat.messages[-1:] for call in message.tool_calls]
@@ -149,8 +150,8 @@ class SpanMaker:
             turn_key(turn.turn_id), f"chat {self._model}".rstrip(), times.begun_us, times.ended_us, about
         )
         if self._content and chat.messages:
-            *read, said = map(_parts, chat.messages)
-            texts = orjson.dumps(read), orjson.dumps([said | {"finish_reason": turn.finish_reason}])
+            *observed, answer = map(_parts, chat.messages)
+            texts = orjson.dumps(observed), orjson.dumps([answer | {"finish_reason": turn.finish_reason}])
             trace.text_room -= sum(map(len, texts))
             for key, text in zip(("gen_ai.input.messages", "gen_ai.output.messages"), texts, strict=True):
                 if trace.text_room >= 0:
@@ -166,20 +167,23 @@ class SpanMaker:
     def _of_update(self, report: UpdateReport) -> Trace:
         ids = self._ids_of_update(report.version)
         trace = _TraceMaker(self._resource, ids, f"weights/{report.version}", report.began_at)
-        for one in report.replicas[: MAX_SPANS // 3 - 1]:
-            begins = {"stage": 0.0, "stall": one.paused_at_ms, "look": one.paused_at_ms + one.stall_ms}
-            for (step, begun_ms), ms in zip(begins.items(), (one.stage_ms, one.stall_ms, one.look_ms), strict=True):
-                about: About = {"agentloop.replica": one.replica_id, "error.type": one.error and "update_failed"}
+        for replica in report.replicas[: MAX_SPANS // 3 - 1]:
+            paused_at_ms, resumed_at_ms = replica.paused_at_ms, replica.paused_at_ms + replica.stall_ms
+            begins = {"stage": 0.0, "stall": paused_at_ms, "look": resumed_at_ms}
+            durations = replica.stage_ms, replica.stall_ms, replica.look_ms
+            for (step, begun_ms), ms in zip(begins.items(), durations, strict=True):
+                error = replica.error and "update_failed"
+                about: About = {"agentloop.replica": replica.replica_id, "error.type": error}
                 begun_us, ended_us = round(begun_ms * 1e3), round((begun_ms + ms) * 1e3)
                 if ms:
-                    trace.add(f"{step} {one.replica_id}", step, begun_us, ended_us, about)
+                    trace.add(f"{step} {replica.replica_id}", step, begun_us, ended_us, about)
         about = {"agentloop.weight_versions": (report.version,), "agentloop.kv_policy": report.kv_policy}
         trace.add_root("weight_update", round(report.total_ms * 1e3), about)
         return trace.made()
 
 
 class Trace(NamedTuple):
-    """The spans of one trace, and about the bytes that they take in a request."""
+    """The spans of one trace, and their approximate size in a request."""
 
     spans: list[ReadableSpan]
     num_bytes: int
@@ -187,7 +191,7 @@ class Trace(NamedTuple):
 
 @dataclass(slots=True)
 class _TraceSpan:
-    """A span of a trace that is being made; its times are microseconds since the trace began."""
+    """A span under construction. Times are microseconds since the beginning of the trace."""
 
     span_id: bytes
     parent_id: bytes
@@ -197,11 +201,11 @@ class _TraceSpan:
     about: About
     error: str = ""
     events: list[tuple[str, int]] = field(default_factory=list)
-    links: list[tuple[bytes, bytes]] = field(default_factory=list)  # trace and span
+    links: list[tuple[bytes, bytes]] = field(default_factory=list)  # (trace id, span id)
 
 
 class _TraceMaker:
-    """A trace that is being made. `began_at` is in seconds since 1970."""
+    """A trace under construction. `began_at` is a Unix time in seconds."""
 
     def __init__(self, resource: Resource, ids: TraceIds, name: str, began_at: float) -> None:
         self.ids = ids
@@ -214,22 +218,21 @@ class _TraceMaker:
     def add(
         self, key: str, name: str, begun_us: int, ended_us: int, about: About, parent_id: bytes | None = None
     ) -> _TraceSpan:
-        """Add a span below the root or `parent_id`. Its `key` is unique; its operation is the name's first word."""
+        """Add a span below the root or `parent_id`. `key` is unique; the operation is the name's first word."""
         ids: About = {"gen_ai.operation.name": name.partition(" ")[0], "gen_ai.conversation.id": self._name}
-        given: About = {key: value for key, value in (ids | about).items() if value is not None}
+        attributes: About = {key: value for key, value in (ids | about).items() if value is not None}
         parent_id = self.ids.root_id if parent_id is None else parent_id
-        self.spans.append(_TraceSpan(self.ids.span_id(key), parent_id, name, begun_us, ended_us, given))
+        self.spans.append(_TraceSpan(self.ids.span_id(key), parent_id, name, begun_us, ended_us, attributes))
         return self.spans[-1]
 
     def add_root(self, name: str, ended_us: int, about: About) -> _TraceSpan:
-        """Add the span of the whole, which all others are within."""
+        """Add the root span, which covers all other spans."""
         root = self.add("", name, 0, ended_us, about, self.ids.caller_id)
         root.begun_us = min(span.begun_us for span in self.spans)
         root.ended_us = max(span.ended_us for span in self.spans)
         return root
 
     def made(self) -> Trace:
-        """Return the trace."""
         num_text_bytes = _MAX_TEXT_BYTES - max(0, self.text_room)
         return Trace(list(map(self._readable, self.spans)), num_text_bytes + _SPAN_BYTES * len(self.spans))
 
@@ -263,20 +266,20 @@ def _name_of(record: Trajectory) -> str:
 
 
 class _Chat(NamedTuple):
-    """A turn, with the messages that came since the one before and its answer. Empty: they are not known."""
+    """A turn with its messages and versions."""
 
     turn: Turn
     times: TurnTimes
-    messages: Sequence[Message]
-    versions: tuple[int, ...]  # of its tokens, in their order
-    split_reason: SplitReason | None  # of its path, if it is the path's first
+    messages: Sequence[Message]  # the messages since the previous turn, and the answer; empty if unknown
+    versions: tuple[int, ...]  # weight versions of its tokens, in order
+    split_reason: SplitReason | None  # the path's split reason, for the path's first turn
 
 
 def _chats(path: TokenPath) -> Iterator[_Chat]:
-    """Yield a path's own turns that have times. Their answers are its last assistant messages."""
+    """Yield a path's own turns that have times. The path's last assistant messages are the turns' answers."""
     num_turns, num_shared = len(path.turns), len(path.turns) - len(path.own_turns)
-    answers = [place for place, message in enumerate(path.messages, 1) if message.role == "assistant"]
-    ends = ([0] * (num_turns + 1) + answers)[-num_turns - 1 :]  # the first is of what came before the turns
+    answers = [position for position, message in enumerate(path.messages, 1) if message.role == "assistant"]
+    ends = ([0] * (num_turns + 1) + answers)[-num_turns - 1 :]  # the first entry is the end of earlier messages
     ends[0] = 0
     for number, turn in enumerate(path.turns):
         if number >= num_shared and turn.times is not None:
@@ -288,14 +291,14 @@ def _chats(path: TokenPath) -> Iterator[_Chat]:
 
 
 def _link_caller(span: _TraceSpan, traceparent: str) -> None:
-    """Link a span to that of a caller whose trace it is not in; an empty `traceparent` names none."""
+    """Link a span to its caller's span in another trace, unless `traceparent` is empty."""
     if traceparent:
         caller = TraceIds("", traceparent)
         span.links.append((caller.trace_id, caller.caller_id))
 
 
 def _parts(message: Message) -> dict[str, Any]:
-    """Return a message in the conventions' form, a role with parts."""
+    """Return a message in the form of the semantic conventions: a role with parts."""
     parts: list[dict[str, Any]] = []
     if message.reasoning:
         parts.append({"type": "reasoning", "content": message.reasoning})

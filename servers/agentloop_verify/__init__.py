@@ -1,1 +1,1 @@
-"""`agentloop check-logprobs`: recorded logprobs compared with those of the checkpoints that sampled the tokens."""
+"""`agentloop check-logprobs`: compares recorded logprobs with those of the checkpoints that sampled the tokens."""

@@ -1,10 +1,10 @@
-"""`agentloop check-logprobs`: a run's recorded logprobs against those of the checkpoints that sampled them.
+"""`agentloop check-logprobs`: compares recorded logprobs with those of the checkpoints that sampled the tokens.
 
-Each token is computed again under the version that its span names; for trajectories of several versions also as if
-all of it were of the oldest, or the newest: what a trainer that keeps one version for a trajectory would see. How
-many trajectories a decode and an encode would change stands beside it. Left out, and counted by reason, is what no
-plain softmax can give again: see `docs/guides/logprobs.md`. The checkpoints compute as a trainer does, by
-transformers, or as the run's engine did, quantised like it.
+Each token is recomputed under the version of its span. Trajectories with several versions are also recomputed
+entirely under the oldest and the newest version, as in a trainer that assumes one version per trajectory.
+The check also counts the trajectories whose ids change if they are decoded and encoded again. Tokens that a plain
+softmax cannot reproduce are excluded and counted by reason (`docs/guides/logprobs.md`). The checkpoints run in
+transformers, like in a trainer, or in a vLLM engine with the run's quantization.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from agentloop_servers.cli.terminal import clear_errors, store_of
 
 REFERENCE = "agentloop_verify.transformers_reference:ReferenceModel"
 ENGINE_REFERENCE = "agentloop_verify.engine_reference:EngineReference"
-LINE_INTERVAL_S = 10.0  # between two lines of progress where stderr is no terminal
-MAX_VERSION_ROWS = 8  # of the retokenising table; more versions are counted together
-_SEED = 0  # of the choice among more trajectories than are asked for
+LINE_INTERVAL_S = 10.0  # between two lines of progress if stderr is not a terminal
+MAX_VERSION_ROWS = 8  # rows of the retokenization table; more versions are counted together
+_SEED = 0  # seed of the random choice of trajectories
 
 _PLAIN = TurnSampling()
 
@@ -52,7 +52,7 @@ app = typer.Typer()
 
 
 class Device(StrEnum):
-    """Devices that `check-logprobs` computes on; auto is CUDA where there is one."""
+    """Devices of `check-logprobs`; `auto` is CUDA if it is available."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -60,7 +60,7 @@ class Device(StrEnum):
 
 
 class Precision(StrEnum):
-    """Types that `check-logprobs` computes in."""
+    """Data types of `check-logprobs`."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -73,35 +73,33 @@ class Reference(Protocol):
     def logprobs(
         self, token_ids: npt.ArrayLike, places: npt.ArrayLike, temperatures: npt.ArrayLike
     ) -> npt.NDArray[np.float32]:
-        """Return the logprobs of the ids at `places`."""
+        """Return the logprobs of the ids at the positions `places`."""
 
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """The way to references: `load` gets a checkpoint, and for an engine the quantization and longest sequence.
+    """Loads references."""
 
-    `by_engine`: theirs is the softmax at temperature 1 alone.
-    """
-
+    # Checkpoint, quantization, longest sequence.
     load: Callable[[Path, str, int], AbstractContextManager[Reference]]
-    by_engine: bool = False
+    by_engine: bool = False  # supports only the softmax at temperature 1
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedPath:
-    """The tokens of one path that a plain softmax can give again; its arrays but `ids` have one entry for each."""
+    """The tokens of one path that a plain softmax can reproduce. Arrays except `ids` have one entry per token."""
 
     ids: IntArray  # prompt and response
-    places: IntArray  # in `ids`
-    recorded: FloatArray
+    places: IntArray  # positions in `ids`
+    recorded: FloatArray  # recorded logprobs
     temperatures: FloatArray
-    versions: npt.NDArray[np.int64]  # as the spans name them
-    of_trajectory: tuple[int, ...]  # all of the trajectory's, ascending
+    versions: npt.NDArray[np.int64]  # versions of the spans
+    of_trajectory: tuple[int, ...]  # all versions of the trajectory, ascending
 
 
 @dataclass(frozen=True, slots=True)
 class MismatchRow:
-    """One line of the table: under which version the tokens were computed again, and the distance."""
+    """One row of the table: the version under which tokens were recomputed, and the distance."""
 
     under: str
     distance: Mismatch
@@ -109,7 +107,7 @@ class MismatchRow:
 
 @dataclass(frozen=True, slots=True)
 class RetokenizedRow:
-    """Trajectories and turns of one version whose ids a decode and an encode would change."""
+    """The trajectories and turns of one version whose ids change if they are decoded and encoded again."""
 
     version: str
     num_trajectories: int
@@ -120,49 +118,52 @@ class RetokenizedRow:
 
 @dataclass(frozen=True, slots=True)
 class LogprobCheck:
-    """The outcome of a check. `left_out` counts tokens by reason; `retokenized` is empty without a tokenizer."""
+    """The result of a check."""
 
-    num_trajectories: int  # looked at
+    num_trajectories: int  # compared trajectories
     num_stored: int
     rows: tuple[MismatchRow, ...]
-    left_out: Mapping[str, int]
-    retokenized: tuple[RetokenizedRow, ...]
+    left_out: Mapping[str, int]  # excluded tokens by reason
+    retokenized: tuple[RetokenizedRow, ...]  # empty without a tokenizer
 
     @property
     def k3_by_span(self) -> float | None:
-        """The k3-KL of all compared tokens under the versions that their spans name; None without any."""
+        """The k3-KL of all compared tokens under the versions of their spans; None if no token was compared."""
         return self.rows[0].distance.k3_kl if self.rows else None
 
 
 def plain_references(device: str, dtype: str) -> References:
-    """Return the way into transformers. Raises InvalidRequest where torch or transformers lack."""
+    """Return references that run in transformers. Raises InvalidRequest if torch or transformers are missing."""
     make = cast(Callable[..., Reference], resolve(REFERENCE, param="model"))
     return References(lambda folder, *_: nullcontext(make(folder, device=device, dtype=dtype)))
 
 
 def engine_references(device: str, dtype: str) -> References:
-    """Return the way into vLLM engines. Raises InvalidRequest where vLLM's adapter lacks."""
+    """Return references that run in vLLM engines. Raises InvalidRequest if vLLM's adapter is not installed."""
     make = cast(Callable[..., AbstractContextManager[Reference]], resolve(ENGINE_REFERENCE, param="engine"))
     return References(partial(make, device=device, dtype=dtype), by_engine=True)
 
 
 def parse_versions(named: Sequence[str]) -> dict[int, Path]:
-    """Read `N=DIR` for each. Raises InvalidRequest."""
-    found: dict[int, Path] = {}
-    for one in named:
-        number, _, folder = one.partition("=")
+    """Parse options of the form `N=DIR`. Raises InvalidRequest."""
+    checkpoints: dict[int, Path] = {}
+    for option in named:
+        number, _, folder = option.partition("=")
         if not number.isdecimal() or not folder:
-            raise InvalidRequest(f"a version is N=DIR, not {one!r}", param="model_version")
-        found[int(number)] = Path(folder)
-    return found
+            raise InvalidRequest(
+                f"invalid --model-version {option!r}: expected N=DIR, such as 7=/checkpoints/7",
+                param="model_version",
+            )
+        checkpoints[int(number)] = Path(folder)
+    return checkpoints
 
 
 def versions_in(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints of a folder that are named by their versions. Raises InvalidRequest if none is."""
-    found = {int(one.name): one for one in folder.glob("*") if one.name.isdecimal()}
-    if not found:
-        raise InvalidRequest(f"{folder} has no folder that is named by a version", param="versions")
-    return found
+    """Return the subfolders whose names are version numbers. Raises InvalidRequest if the folder has none."""
+    checkpoints = {int(path.name): path for path in folder.glob("*") if path.name.isdecimal()}
+    if not checkpoints:
+        raise InvalidRequest(f"{folder} has no subfolder whose name is a version number", param="versions")
+    return checkpoints
 
 
 def check_logprobs(
@@ -174,14 +175,14 @@ def check_logprobs(
     max_trajectories: int,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> LogprobCheck:
-    """Compare a stored run with its checkpoints; `model` is that of the oldest version that `by_version` lacks.
+    """Compare a stored run with its checkpoints. `model` is used for the oldest version missing in `by_version`.
 
-    One checkpoint is in memory at a time. Of more than `max_trajectories` some are chosen, the same ones each time.
-    Raises InvalidRequest, CheckpointUnreadable, and what the loading raises.
+    One checkpoint is in memory at a time. If the run has more than `max_trajectories`, a random sample with a fixed
+    seed is used. Raises InvalidRequest, CheckpointUnreadable, and the errors of `references.load`.
     """
     for folder in (model, *by_version.values()):
         if not folder.is_dir():
-            raise InvalidRequest(f"{folder} is no folder", param="model")
+            raise InvalidRequest(f"{folder} is not a folder", param="model")
     records, num_stored = _chosen(store, max_trajectories)
     unnamed = sorted({version for record in records for version in record.versions} - set(by_version))
     checkpoints = {**dict.fromkeys(unnamed[:1], model), **by_version}
@@ -191,14 +192,14 @@ def check_logprobs(
     quantization = _quantization(records) if by_engine else ""
     recomputed: list[dict[int, npt.NDArray[np.float32]]] = [{} for _ in paths]
     for version in sorted({version for path in paths for version in path.of_trajectory}):
-        wanted = [place for place, path in enumerate(paths) if version in path.of_trajectory]
-        num_tokens = max(len(paths[place].ids) for place in wanted)
+        indices = [index for index, path in enumerate(paths) if version in path.of_trajectory]
+        num_tokens = max(len(paths[index].ids) for index in indices)
         with references.load(checkpoints[version], quantization, num_tokens) as reference:
-            for number, place in enumerate(wanted):
-                on_progress(f"version {version}: {number} of {len(wanted)} paths")
-                path = paths[place]
-                recomputed[place][version] = reference.logprobs(path.ids, path.places, path.temperatures)
-        del reference
+            for number, index in enumerate(indices):
+                on_progress(f"version {version}: {number} of {len(indices)} paths")
+                path = paths[index]
+                recomputed[index][version] = reference.logprobs(path.ids, path.places, path.temperatures)
+        del reference  # free its memory before the next checkpoint is loaded
     return LogprobCheck(
         num_trajectories=len(records),
         num_stored=num_stored,
@@ -209,7 +210,7 @@ def check_logprobs(
 
 
 def _chosen(store: Path | Home, max_trajectories: int) -> tuple[list[Trajectory], int]:
-    """Return the trajectories to look at, by reservoir sampling, and how many with sampled tokens there are."""
+    """Return a random sample of the trajectories with sampled tokens (reservoir sampling), and their number."""
     rng, chosen, num_seen = random.Random(_SEED), list[Trajectory](), 0
     reader = TrajectoryReader(store)
     try:
@@ -219,25 +220,25 @@ def _chosen(store: Path | Home, max_trajectories: int) -> tuple[list[Trajectory]
             num_seen += 1
             if len(chosen) < max_trajectories:
                 chosen.append(record)
-            elif (place := rng.randrange(num_seen)) < max_trajectories:
-                chosen[place] = record
+            elif (index := rng.randrange(num_seen)) < max_trajectories:
+                chosen[index] = record
     finally:
         reader.close()
     return chosen, num_seen
 
 
 def _quantization(records: Sequence[Trajectory]) -> str:
-    """Return the quantization of the run's engines. Raises InvalidRequest for several."""
-    found = {turn.quantization for record in records for path in record.paths for turn in path.turns}
-    if len(found) > 1:
-        raise InvalidRequest(f"the run has turns of several quantizations: {sorted(found)}", param="run")
-    return next(iter(found), "")
+    """Return the quantization of the run's engines. Raises InvalidRequest if there are several."""
+    quantizations = {turn.quantization for record in records for path in record.paths for turn in path.turns}
+    if len(quantizations) > 1:
+        raise InvalidRequest(f"the run has turns with several quantizations: {sorted(quantizations)}", param="run")
+    return next(iter(quantizations), "")
 
 
 def _compared(
     record: Trajectory, checkpoints: Mapping[int, Path], left_out: Counter[str], by_engine: bool
 ) -> Iterator[ComparedPath]:
-    """Give a trajectory's paths, without what cannot be compared, which is counted."""
+    """Yield a trajectory's comparable tokens by path, and count all others in `left_out`."""
     missing = [version for version in record.versions if version not in checkpoints]
     reason = (
         "images" if any(path.images for path in record.paths) else "no checkpoint of a version" if missing else ""
@@ -259,7 +260,7 @@ def _compared(
 def _pieces(
     path: TokenPath, turn: Turn, first_own: int, left_out: Counter[str], by_engine: bool
 ) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
-    """Give places, logprobs, temperatures and versions of the comparable tokens of one turn, span by span."""
+    """Yield positions, logprobs, temperatures and versions of the comparable tokens of one turn, span by span."""
     sampling = turn.sampling or _PLAIN
     logprobs, temperature, start = path.logprobs, 1.0, max(turn.start, first_own)
     if sampling.logprobs_mode is LogprobsMode.BOTH and path.raw_logprobs is not None:
@@ -268,7 +269,7 @@ def _pieces(
         if reason := _bent(sampling):
             left_out[reason] += turn.end - start
             return
-        temperature = sampling.temperature or 1.0  # at 0 the logprob is that of the softmax at 1
+        temperature = sampling.temperature or 1.0  # greedy sampling records the logprob of the softmax at 1
         if by_engine and temperature != 1:
             left_out["temperature, by an engine"] += turn.end - start
             return
@@ -286,7 +287,7 @@ def _pieces(
 
 
 def _bent(sampling: TurnSampling) -> str:
-    """Say what bends a whole turn's distribution away from a softmax at its temperature; empty: nothing does."""
+    """Return the reason why a turn's distribution is not the softmax at its temperature; empty if it is."""
     cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     if cuts and sampling.temperature > 0:
         return "truncated (top_p, top_k, min_p)"
@@ -297,8 +298,8 @@ def _bent(sampling: TurnSampling) -> str:
 def _rows(
     paths: Sequence[ComparedPath], recomputed: Sequence[Mapping[int, npt.NDArray[np.float32]]]
 ) -> Iterator[MismatchRow]:
-    """Give the lines of the table: all tokens by span, then those of mixed trajectories in three ways."""
-    mixed = [place for place, path in enumerate(paths) if len(path.of_trajectory) > 1]
+    """Yield the rows of the table: all tokens by span, then those of mixed trajectories in three ways."""
+    mixed = [index for index, path in enumerate(paths) if len(path.of_trajectory) > 1]
     lines: list[tuple[str, Sequence[int], Callable[[ComparedPath], npt.NDArray[np.int64]]]] = [
         ("span, all", range(len(paths)), lambda path: path.versions)
     ]
@@ -317,26 +318,26 @@ def _rows(
             ),
         ]
     for under, chosen, version_of in lines:
-        ours = [paths[place].recorded for place in chosen]
-        theirs = [_under(version_of(paths[place]), recomputed[place]) for place in chosen]
-        if ours:
-            yield MismatchRow(under, mismatch(np.concatenate(ours), np.concatenate(theirs)))
+        recorded = [paths[index].recorded for index in chosen]
+        reference = [_under(version_of(paths[index]), recomputed[index]) for index in chosen]
+        if recorded:
+            yield MismatchRow(under, mismatch(np.concatenate(recorded), np.concatenate(reference)))
 
 
 def _under(
     versions: npt.NDArray[np.int64], recomputed: Mapping[int, npt.NDArray[np.float32]]
 ) -> npt.NDArray[np.float32]:
-    """Return for each token its logprob under the version named for it."""
-    found = np.empty(len(versions), np.float32)
+    """Return each token's logprob under its version in `versions`."""
+    result = np.empty(len(versions), np.float32)
     for version, logprobs in recomputed.items():
-        np.copyto(found, logprobs, where=versions == version)
-    return found
+        np.copyto(result, logprobs, where=versions == version)
+    return result
 
 
 def retokenized(records: Sequence[Trajectory], model: Path) -> tuple[RetokenizedRow, ...]:
-    """Count, by version, whose sampled ids change when each turn is decoded and encoded again.
+    """Count, by version, the trajectories and turns whose ids change if each turn is decoded and encoded again.
 
-    Control tokens are decoded and found again. Empty without a tokenizer.json in the folder.
+    Control tokens are included in the text. Returns an empty tuple if the folder has no tokenizer.json.
     """
     file = model / "tokenizer.json"
     if not file.is_file():
@@ -368,15 +369,15 @@ def retokenized(records: Sequence[Trajectory], model: Path) -> tuple[Retokenized
 
 
 def tables(check: LogprobCheck) -> Iterator[Table]:
-    """Give the outcome as tables of a terminal."""
+    """Yield the result as tables for a terminal."""
     names = ("tokens", "mean |diff|", "max", "k3-KL", "ESS", "<0.5", "clipped")
     distances = Table(box=None, pad_edge=False)
     for name in ("version of", *names):
         distances.add_column(name, no_wrap=True)
     for row in check.rows:
-        one = row.distance
-        numbers = (f"{one.num_tokens:,}", f"{one.mean_abs_diff:.6f}", f"{one.max_abs_diff:.4f}", f"{one.k3_kl:.6f}")
-        shares = (f"{one.ess:.4f}", f"{one.share_below_half:.2%}", f"{one.share_outside:.2%}")
+        d = row.distance
+        numbers = (f"{d.num_tokens:,}", f"{d.mean_abs_diff:.6f}", f"{d.max_abs_diff:.4f}", f"{d.k3_kl:.6f}")
+        shares = (f"{d.ess:.4f}", f"{d.share_below_half:.2%}", f"{d.share_outside:.2%}")
         distances.add_row(row.under, *numbers, *shares)
     yield distances
     if check.retokenized:
@@ -397,7 +398,7 @@ def _part(part: int, whole: int) -> str:
 
 @contextmanager
 def _progress(console: Console, now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
-    """Show progress in place on a terminal, and elsewhere as a line every `LINE_INTERVAL_S`."""
+    """Yield a function that shows progress: in place on a terminal, else as a line every `LINE_INTERVAL_S`."""
     if console.is_terminal:
         with console.status("loading") as status:
             yield status.update
@@ -415,39 +416,47 @@ def _progress(console: Console, now: Callable[[], float] = time.monotonic) -> It
 
 @app.command("check-logprobs")
 def command(
-    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
-    model: Annotated[Path, typer.Option(help="The checkpoint of the run's oldest version that has no other.")],
+    run: Annotated[str, typer.Argument(help="Run directory, run id, or store file.")],
+    model: Annotated[
+        Path, typer.Option(help="Checkpoint of the run's oldest version that no other option provides.")
+    ],
     model_version: Annotated[
-        list[str] | None, typer.Option(help="N=DIR: the checkpoint of version N; may be repeated.")
+        list[str] | None, typer.Option(help="Checkpoint of version N, as N=DIR; may be repeated.")
     ] = None,
     versions: Annotated[
-        Path | None, typer.Option(help="A folder of checkpoints that are named by their versions.")
+        Path | None, typer.Option(help="Folder of checkpoints whose names are their version numbers.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.AUTO,
-    dtype: Annotated[Precision, typer.Option(help="What to compute in: your trainer's.")] = Precision.FLOAT32,
+    device: Annotated[Device, typer.Option(help="Device of the computation.")] = Device.AUTO,
+    dtype: Annotated[
+        Precision, typer.Option(help="Data type of the computation: use your trainer's.")
+    ] = Precision.FLOAT32,
     by_engine: Annotated[
-        bool, typer.Option("--by-engine", help="Compute with vLLM, quantised as the run's engine was.")
+        bool, typer.Option("--by-engine", help="Compute with vLLM and the quantization of the run's engine.")
     ] = False,
-    trajectories: Annotated[int, typer.Option(min=1, help="Look at no more than these, chosen at random.")] = 1000,
-    max_k3: Annotated[float, typer.Option(min=0.0, help="Exit with 1 if the k3-KL by span is above it.")] = MAX_K3,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    trajectories: Annotated[
+        int, typer.Option(min=1, help="Maximum number of trajectories, chosen at random.")
+    ] = 1000,
+    max_k3: Annotated[
+        float, typer.Option(min=0.0, help="Exit with status 1 if the k3-KL by span exceeds this value.")
+    ] = MAX_K3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Compare a run's recorded logprobs with those of the checkpoints that sampled them."""
+    """Compare a run's recorded logprobs with those of the checkpoints that sampled the tokens."""
     with clear_errors(), _progress(Console(stderr=True)) as show:
         store, named = store_of(run), parse_versions(model_version or [])
         if versions is not None:
             named = {**versions_in(versions), **named}
         references = (engine_references if by_engine else plain_references)(device.value, dtype.value)
-        found = check_logprobs(store, model, named, references, max_trajectories=trajectories, on_progress=show)
+        check = check_logprobs(store, model, named, references, max_trajectories=trajectories, on_progress=show)
     if as_json:
-        typer.echo(orjson.dumps(codec.to_builtins(found)))
+        typer.echo(orjson.dumps(codec.to_builtins(check)))
     else:
         console = Console()
-        for table in tables(found):
+        for table in tables(check):
             console.print(table)
-        for reason, num_tokens in found.left_out.items():
+        for reason, num_tokens in check.left_out.items():
             console.print(f"left out: {num_tokens:,} tokens, {reason}", highlight=False)
-        line = f"{found.num_trajectories:,} of {found.num_stored:,} trajectories, {dtype.value}"
+        line = f"{check.num_trajectories:,} of {check.num_stored:,} trajectories, {dtype.value}"
         console.print(line, highlight=False)
-    if found.k3_by_span is None or found.k3_by_span > max_k3:
+    if check.k3_by_span is None or check.k3_by_span > max_k3:
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
-"""Logprobs of recorded tokens by a fresh vLLM engine on a checkpoint, quantised as the run's engine was.
+"""Logprobs of recorded tokens from a new vLLM engine with the checkpoint and the quantization of the run's engine.
 
-What remains of a mismatch here comes from weights and contexts, and not from the quantisation.
+A remaining mismatch is caused by weights or contexts, not by the quantization.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ CPU_CACHE_MIB = 512
 
 
 class EngineReference:
-    """An engine that computes logprobs of given ids by a prefill, one sequence at a time; as a context."""
+    """A context manager with an engine that computes logprobs by prefill, one sequence at a time."""
 
     def __init__(self, folder: str | Path, quantization: str, num_tokens: int, *, device: str, dtype: str) -> None:
-        """Take sequences of at most `num_tokens`. Raises InvalidRequest for what no engine computes with."""
+        """`num_tokens` is the maximum sequence length. Raises InvalidRequest for an invalid configuration."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         cache = {"kv_cache_mib": CPU_CACHE_MIB} if device == "cpu" else {}
@@ -32,18 +32,18 @@ class EngineReference:
             "device": device,
             "dtype": dtype,
             "quantization": quantization or None,
-            "max_context_tokens": num_tokens + 1,  # the model's own may need more KV than there is room for
+            "max_context_tokens": num_tokens + 1,  # the model's context length may need more KV than fits in memory
             **cache,
         }
         try:
             config = ServiceConfig.model_validate({"model": str(folder), "mode": "debug", "engine": engine})
         except ValueError as error:
-            raise InvalidRequest(f"no engine for the reference: {error}", param="engine") from error
+            raise InvalidRequest(f"the reference engine cannot be configured: {error}", param="engine") from error
         self._engine = build_engine(config)
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> EngineReference:
-        """Start it. Raises EngineError."""
+        """Start the engine. Raises EngineError."""
         self._runner.run(self._engine.start())
         return self
 
@@ -54,12 +54,12 @@ class EngineReference:
     def logprobs(
         self, token_ids: npt.ArrayLike, places: npt.ArrayLike, temperatures: npt.ArrayLike
     ) -> npt.NDArray[np.float32]:
-        """Return the logprob, in nats, of the ids at `places`, which ascend. All temperatures must be 1."""
+        """Return the logprobs in nats of the ids at the ascending positions `places`. Temperatures must be 1."""
         if not np.all(np.asarray(temperatures) == 1):
-            raise ValueError("an engine's prefill gives the softmax at temperature 1")
+            raise ValueError("an engine's prefill computes the softmax only at temperature 1")
         ids, at = np.asarray(token_ids), np.asarray(places)
         sampling = SamplingParams(max_tokens=1, score_from=int(at[0]))
         request = GenerateRequest("reference", tuple(ids.tolist()), sampling)
         scores = np.asarray(self._runner.run(self._engine.generate(request)).logprobs, np.float32)
-        found: npt.NDArray[np.float32] = scores[at - at[0]]
-        return found
+        logprobs: npt.NDArray[np.float32] = scores[at - at[0]]
+        return logprobs

@@ -1,6 +1,6 @@
-"""Logprobs of recorded tokens by an independent model: transformers on a checkpoint, apart from every engine.
+"""Logprobs of recorded tokens from transformers, independent of any engine.
 
-Imports torch: who runs without it names this module to `plugins.resolve`.
+Imports torch, so it is loaded by name with `plugins.resolve`.
 """
 
 from __future__ import annotations
@@ -18,30 +18,28 @@ from agentloop.errors import CheckpointUnreadable, InvalidRequest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_ROWS_AT_ONCE = 512  # of logits in float32: 300 MB for a vocabulary of 150,000
+_ROWS_AT_ONCE = 512  # rows of float32 logits: 300 MB with a vocabulary of 150,000
 
 
 class ReferenceModel:
-    """A causal language model that computes logprobs of given ids, one sequence at a time. Text only."""
+    """A causal language model that computes logprobs of token ids, one sequence at a time. Text only."""
 
     def __init__(self, folder: str | Path, *, device: str = "auto", dtype: str = "float32") -> None:
-        """Load a checkpoint in transformers' format; `device` "auto" is CUDA where there is one.
+        """Load a checkpoint in transformers' format. The device `auto` is CUDA if it is available.
 
-        Raises InvalidRequest for a device or dtype that cannot be had, and CheckpointUnreadable.
+        Raises InvalidRequest for an unknown dtype or unavailable device, and CheckpointUnreadable.
         """
         if dtype not in DTYPES:
-            raise InvalidRequest(f"a dtype is one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
+            raise InvalidRequest(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}", param="dtype")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda" and not torch.cuda.is_available():
-            raise InvalidRequest("torch finds no CUDA device here", param="device")
+            raise InvalidRequest("torch finds no CUDA device: use the device 'cpu'", param="device")
         path = Path(folder)
         if (path / "adapter_config.json").is_file():
-            raise CheckpointUnreadable(
-                f"{path} holds an adapter: merge it into its base model first", param="model"
-            )
+            raise CheckpointUnreadable(f"{path} is an adapter: merge it into its base model first", param="model")
         if not (path / "config.json").is_file():
-            raise CheckpointUnreadable(f"{path} holds no config.json: it is no checkpoint", param="model")
+            raise CheckpointUnreadable(f"{path} is not a checkpoint: it has no config.json", param="model")
         disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
@@ -57,10 +55,10 @@ class ReferenceModel:
         places: npt.ArrayLike | None = None,
         temperatures: npt.ArrayLike | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the logprob, in nats, of the ids at `places`, each given all ids before it.
+        """Return the logprobs in nats of the ids at `places`, each conditioned on all preceding ids.
 
-        `places` ascend and begin at 1 at the earliest; left out, they are all but the first. `temperatures` are the
-        places' own, by which the logits are divided; left out, 1. The softmax is made in float32.
+        `places` are ascending positions of at least 1; the default is all positions except 0. `temperatures` has
+        one divisor of the logits per position; the default is 1. The softmax is computed in float32.
         """
         ids = torch.as_tensor(np.asarray(token_ids, np.int64))
         at = torch.arange(1, len(ids)) if places is None else torch.as_tensor(np.asarray(places, np.int64))
@@ -76,11 +74,11 @@ class ReferenceModel:
                 for start in range(0, len(at), _ROWS_AT_ONCE)
                 for rows in (slice(start, start + _ROWS_AT_ONCE),)
             ]
-        found: npt.NDArray[np.float32] = torch.cat(parts).numpy()
-        return found
+        logprobs: npt.NDArray[np.float32] = torch.cat(parts).numpy()
+        return logprobs
 
     def _logits(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits behind the ids at `rows`; others are not made, where the model can leave them out."""
+        """Return the logits after the ids at `rows`; others are not computed if the model supports it."""
         inputs, rows = ids[None].to(self._device), rows.to(self._device)
         if self._makes_few_logits:
             return self.model(inputs, logits_to_keep=rows, use_cache=False).logits[0]

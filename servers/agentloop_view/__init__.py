@@ -1,1 +1,1 @@
-"""The viewer in the browser, reports and exports of a run."""
+"""The browser viewer, and the reports and exports of a run."""

@@ -1,4 +1,4 @@
-"""The viewer over the files of a run, without a service. A service has the same routes in its own application."""
+"""The viewer application for the files of a run, without a service. A service includes the same routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentloop_view.stored_run import StoredRun
 
 
 def viewer_app(stored: StoredRun, labels: TokenLabels) -> FastAPI:
-    """Return the viewer of a stored run, for callers of this machine."""
+    """Return the viewer application of a stored run. It accepts requests from this machine only."""
     limits = HttpLimits()
     app = FastAPI(title="agentloop view", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(HttpGuard, limits=limits, is_local_only=True)

@@ -1,4 +1,4 @@
-"""`agentloop export`: the records of a run in one of the registered formats. It needs no service."""
+"""`agentloop export`: write the records of a run in a registered format, without a service."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _FORMATS = ", ".join(sorted(parts.registered(parts.EXPORTERS)))
 
 @app.command("export")
 def export_records(
-    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
+    run: Annotated[str, typer.Argument(help="Run directory, run id, or store file.")],
     format: Annotated[str, typer.Option(help=f"One of {_FORMATS}.")] = "parquet",
-    out: Annotated[Path | None, typer.Option(help="The file or folder; by default in the run directory.")] = None,
-    rollout_id: Annotated[str | None, typer.Option(help="Only this rollout.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file or folder. Default: in the run directory.")] = None,
+    rollout_id: Annotated[str | None, typer.Option(help="Export only this rollout.")] = None,
     mask_constrained: Annotated[
-        bool, typer.Option(help="Take tokens that a grammar, a bias or min_tokens shaped out of the mask.")
+        bool, typer.Option(help="Exclude tokens constrained by a grammar, a bias or min_tokens from the mask.")
     ] = False,
-    endpoint: Annotated[str, typer.Option(help="The receiver of `--format otlp`.")] = "http://127.0.0.1:4318",
-    content: Annotated[bool, typer.Option(help="Send messages with traces.")] = False,
+    endpoint: Annotated[str, typer.Option(help="OTLP receiver for `--format otlp`.")] = "http://127.0.0.1:4318",
+    content: Annotated[bool, typer.Option(help="Include messages in traces.")] = False,
 ) -> None:
-    """Write a run's trajectories, also while it is running."""
+    """Export a run's trajectories. The run may still be running."""
     if format not in parts.registered(parts.EXPORTERS):
-        raise typer.BadParameter(f"{format!r} is none of {_FORMATS}", param_hint="--format")
+        raise typer.BadParameter(f"unknown format {format!r}: expected one of {_FORMATS}", param_hint="--format")
     with clear_errors():
         exporter = parts.load(parts.EXPORTERS, format, param="format")
         request = ExportRequest(store_of(run), out, rollout_id, mask_constrained, endpoint, content)

@@ -1,4 +1,4 @@
-"""The formats of `agentloop export`: each function takes an ExportRequest and returns the line that is printed."""
+"""The formats of `agentloop export`: each function takes an ExportRequest and returns the line to print."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from agentloop_view.timeline import write_timeline
 
 
 def parquet(request: ExportRequest) -> str:
-    """Write a Parquet file with a row for each token path."""
+    """Write a Parquet file with one row per token path."""
     return _rows(request, "parquet")
 
 
 def jsonl(request: ExportRequest) -> str:
-    """Write a file with a line of JSON for each token path."""
+    """Write a file with one line of JSON per token path."""
     return _rows(request, "jsonl")
 
 
 def hf(request: ExportRequest) -> str:
-    """Write a folder for the package `datasets`."""
+    """Write a dataset folder for the package `datasets`."""
     model = model_of(folder_of(request.store))
     return _rows(request, "hf", **({} if model is None else {"model": model.name}))
 
 
 def html(request: ExportRequest) -> str:
-    """Write the viewer's pages with the run's data in one file."""
+    """Write a single file with the viewer's pages and the run's data."""
     target = request.target("html")
-    num_whole = write_report(request.store, model_of(folder_of(request.store)), target)
-    return f"{num_whole} records whole in {target}"
+    num_full = write_report(request.store, model_of(folder_of(request.store)), target)
+    return f"{num_full} full records in {target}"
 
 
 def perfetto(request: ExportRequest) -> str:
     """Write a timeline for Perfetto."""
     target = request.target("perfetto.json")
     num = write_timeline(request.store, target, request.rollout_id)
-    return f"{num} trajectories in {target}, for ui.perfetto.dev"
+    return f"{num} trajectories in {target}: open it at ui.perfetto.dev"
 
 
 def _rows(request: ExportRequest, kind: str, **about: object) -> str:
-    export = cast(Callable[..., int], resolve_extra("agentloop_view.rows:export", "export"))  # it imports pyarrow
+    export = cast(Callable[..., int], resolve_extra("agentloop_view.rows:export", "export"))  # imports pyarrow
     target = request.target(kind)
     about["mask_constrained"] = request.mask_constrained
     num = export(request.store, target, kind, request.rollout_id, **about)

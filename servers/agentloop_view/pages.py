@@ -1,6 +1,8 @@
-"""The viewer's pages: files of this package, whole and unbuilt. They hold no data: what they show needs a key.
+"""The viewer's pages: static files of this package, without a build step. They contain no data; the data needs a
+key.
 
-Texts that a model, a tool or a user wrote are set as text; the policy lets no script and no style in but our files.
+Texts from a model, a tool or a user are inserted as text nodes. The content security policy allows only scripts and
+styles from these files.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _HEADERS = {
 
 
 def pages(context: RouteContext | None = None) -> APIRouter:
-    """Return the routes of `/ui/`, which are the same for every service."""
+    """Return the routes of `/ui/`, which do not depend on the service."""
     router = APIRouter(include_in_schema=False)
     router.add_api_route("/ui", lambda: RedirectResponse("ui/"), methods=["GET"], response_model=None)
     for file in sorted(PAGES_FOLDER.iterdir()):

@@ -1,7 +1,7 @@
-"""A run in one file that opens anywhere: the viewer's own pages, with what they would read inside them.
+"""A report of a run in a single HTML file: the viewer's pages with embedded data, which need no server.
 
-Of the run it has the facts of the latest records, the totals of all, and a handful of records whole: the best, the
-worst, the slowest, failed ones, and such as crossed a weight update.
+It contains the summaries of the latest records, the totals of all records, and a few full records: the best, the
+worst, the slowest, failed ones, and records with tokens of several weight versions.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ _IMPORT = re.compile(r'from "\./([\w-]+\.js)"')
 def write_report(
     where: Path | Home, model: Path | None, file: Path, curves: Mapping[str, Sequence[float]] | None = None
 ) -> int:
-    """Write a run's report; returns the number of records that are whole in it. Raises as TrajectoryReader.
+    """Write a run's report; return the number of full records in it. Raises the errors of TrajectoryReader.
 
-    `curves` are a trainer's numbers by step, by their title.
+    `curves` maps titles to a trainer's values by step.
     """
     reader = TrajectoryReader(where)
     try:
         pages = {reason: reader.list_records(query) for reason, query in NOTABLE.items()}
-        found, latest = notable(pages), reader.list_records(FactsQuery(limit=MAX_LISTED))
-        whole, labels = [one.record for one in found], TokenLabels(model, folder_of(where))
-        page = replace(latest, records=tuple(dict.fromkeys((*latest.records, *whole))))
+        notables, latest = notable(pages), reader.list_records(FactsQuery(limit=MAX_LISTED))
+        full, labels = [entry.record for entry in notables], TokenLabels(model, folder_of(where))
+        page = replace(latest, records=tuple(dict.fromkeys((*latest.records, *full))))
         listed = {**codec.to_builtins(page), "curves": [_bars(*curve) for curve in (curves or {}).items()]}
-        answers = {"/trajectories": listed, "/trajectories/notable": codec.to_builtins(found)}
+        answers = {"/trajectories": listed, "/trajectories/notable": codec.to_builtins(notables)}
         answers["/updates"] = codec.to_builtins(reader.updates())
         answers["/phases"] = phase_seconds(reader.metrics())
-        for one in whole:
-            answers[f"/trajectories/{one.seq}"] = codec.to_builtins(labels.page(reader.record_at(one.seq)))
+        for facts in full:
+            answers[f"/trajectories/{facts.seq}"] = codec.to_builtins(labels.page(reader.record_at(facts.seq)))
     finally:
         reader.close()
     file.write_text(one_file(answers))
-    return len(whole)
+    return len(full)
 
 
 def _bars(title: str, values: Sequence[float]) -> dict[str, Any]:
-    """Return what the pages' `Bars` show of a curve."""
+    """Return the data of a curve for the pages' `Bars`."""
     bars = [{"value": value, "words": f"step {step}: {value:.3g}"} for step, value in enumerate(values, 1)]
     about = f"by step, from {min(values):.3g} to {max(values):.3g}" if bars else "by step"
     return {"title": title, "about": about, "bars": bars, "from": "step 1", "to": f"step {len(bars)}"}
 
 
 def one_file(answers: dict[str, Any]) -> str:
-    """Return the pages as one document that reads `answers`, by path, instead of a server's."""
-    held = orjson.dumps(answers).decode().replace("<", "\\u003c")  # no text within ends the element
+    """Return the pages as a single document that reads `answers` by path instead of calling a server."""
+    held = orjson.dumps(answers).decode().replace("<", "\\u003c")  # so that no text can close the script element
     modules = {path.name: path.read_text() for path in PAGES_FOLDER.glob("*.js") if path.name != "uplot.js"}
     modules = {name: _IMPORT.sub(r'from "agentloop/\1"', text) for name, text in modules.items()}
     imports = {f"agentloop/{name}": _data_url("text/javascript", text) for name, text in modules.items()}

@@ -1,7 +1,7 @@
-"""Export of a store to what trainers read: Parquet, JSON lines or a folder for `datasets`, one row a token path.
+"""Export of a store for trainers: Parquet, JSON lines or a folder for `datasets`, with one row per token path.
 
-Memory is bounded by one row group. The file or folder appears under its name only when it is whole. A trajectory
-that failed before anything was rendered still gives one row, with empty lists, so that no sample is missing.
+At most one row group is in memory. The file or folder gets its name only when it is complete. A trajectory that
+failed before anything was rendered has one row with empty lists, so that no sample is missing.
 """
 
 from __future__ import annotations
@@ -160,25 +160,26 @@ _FACT_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "float": pa.float64(),
 }
-_OTHERWISE_NAMED = {"seq", "is_complete", "num_paths"}  # of the facts, those that no row or another column has
+_OTHERWISE_NAMED = {"seq", "is_complete", "num_paths"}  # facts that are not exported, or are in another column
 _COLUMNS |= {
-    one.name: _FACT_TYPES[str(one.type).partition(" ")[0]]
-    for one in dataclasses.fields(RecordFacts)
-    if one.name not in _COLUMNS.keys() | _OTHERWISE_NAMED
+    fact.name: _FACT_TYPES[str(fact.type).partition(" ")[0]]
+    for fact in dataclasses.fields(RecordFacts)
+    if fact.name not in _COLUMNS.keys() | _OTHERWISE_NAMED
 }
 
 SCHEMA = pa.schema(_COLUMNS)
-"""The columns, as `_NOTES` explains them."""
+"""The columns; `_NOTES` describes them."""
 
 _NOTES = """\
-Offsets in spans and turns are into the response. Observed positions have logprob 0.0; sampled ones that were taken
-out of the mask keep theirs. `raw_logprobs` are null unless the engine gave both, and NaN for a sampled token
-without one; `constrained` marks tokens whose distribution was bent from outside the model. A turn's `sampling` is
-null in records of a service that did not keep it. `began_at` is in seconds since 1970, `timings` in seconds, the
-rest of `times` and those of turns in microseconds. `messages` are the path's own, in the OpenAI chat format.
-`reward`, `components` and `metrics` are those of the trajectory's main conversation, `path_reward` is the number to
-train this path with, and numbers of turns and tokens are of all paths. `constraints`, by their digests, stand in a
-trajectory's first row. Offsets of `images` are into prompt and response together."""
+Offsets in spans and turns are relative to the response. Observed positions have logprob 0.0; sampled positions
+that were removed from the mask keep their logprobs. `raw_logprobs` is null unless the engine returned both
+kinds, and NaN for a sampled token without a raw logprob. `constrained` marks tokens whose distribution was
+changed from outside the model. A turn's `sampling` is null in records of services that did not store it.
+`began_at` is a Unix time in seconds, `timings` are in seconds, the other fields of `times` and the times of
+turns in microseconds. `messages` are the path's messages in the OpenAI chat format. `reward`, `components` and
+`metrics` belong to the trajectory's main conversation; `path_reward` is the reward for training with this path;
+numbers of turns and tokens count all paths. `constraints`, by digest, are in the first row of a trajectory.
+Offsets of `images` are relative to the prompt followed by the response."""
 _RESPONSE_COLUMNS = ("response_ids", "response_mask", "logprobs", "raw_logprobs", "constrained", "token_rewards")
 _LENGTHS = {"prompt_ids": "prompt tokens", **dict.fromkeys(_RESPONSE_COLUMNS, "response tokens")}
 _CARD = """\
@@ -194,7 +195,7 @@ tags:
 ---
 # Rollouts of a language-model agent
 
-{num_records:,} trajectories of {model} in {num_rows:,} rows, one a token path.
+{num_records:,} trajectories of {model} in {num_rows:,} rows, one per token path.
 Weight versions: {versions}. Written by agentloop {release}.
 
 {notes}
@@ -226,22 +227,22 @@ def export(
     mask_constrained: bool = False,
     model: str = "a model",
 ) -> int:
-    """Write the store's trajectories, of one rollout or of all; returns the number of rows.
+    """Write the trajectories of a store, or of one rollout; return the number of rows.
 
-    `mask_constrained` takes constrained tokens out of the mask, and counts them (`Trajectory.without_constrained`).
-    `model` is its name for the card of a folder.
+    `mask_constrained` removes constrained tokens from the mask and counts them (`Trajectory.without_constrained`).
+    `model` is the model's name for a folder's dataset card.
 
-    May run while the service writes: it sees what was committed so far. Images that a database has become files in
-    the run's directory. Raises InvalidRequest for an unknown format, a folder that has files already or a path that
-    is no store, NotFound for an unknown rollout.
+    Can run while the service is writing, and exports the records committed so far. Images in a database are written
+    to files in the run directory. Raises InvalidRequest for an unknown format, a folder that is not empty or a path
+    that is not a store, and NotFound for an unknown rollout.
     """
     writers: dict[str, Callable[[Iterator[Row], Path], int]]
     writers = {"parquet": _write_parquet, "jsonl": _write_jsonl, "hf": partial(_write_folder, model)}
     if format not in writers:
-        raise InvalidRequest(f"unknown export format {format!r}: parquet, jsonl or hf", param="format")
+        raise InvalidRequest(f"unknown export format {format!r}: expected parquet, jsonl or hf", param="format")
     out = Path(out_path).absolute()
     if out.is_dir() and any(out.iterdir()):
-        raise InvalidRequest(f"{out} has files already: remove it, or name another", param="out")
+        raise InvalidRequest(f"the folder {out} is not empty: remove it, or choose another one", param="out")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
     store = TrajectoryReader(store_path)
     try:
@@ -256,9 +257,9 @@ def export(
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
-    """One row for each path, in the columns of `SCHEMA`; arrays stay arrays."""
+    """Return one row per path with the columns of `SCHEMA`. Arrays are not converted."""
     paths = trajectory.paths or (_NO_PATH,)
-    main = trajectory.main_conversation or (0,)  # without a path, the row of what was not rendered
+    main = trajectory.main_conversation or (0,)  # without paths, the row of `_NO_PATH`
     return [
         {
             **_facts(trajectory),
@@ -329,10 +330,10 @@ def _openai_json(messages: Sequence[Message]) -> str:
 
 
 def openai_message(message: Message) -> dict[str, Any]:
-    """The message in the OpenAI chat format, a thought as `reasoning_content`; absent fields are left out.
+    """Convert a message to the OpenAI chat format, with reasoning as `reasoning_content` and without empty fields.
 
-    A call that cannot be read has what the policy wrote as its arguments, and an `error` beside its function. The
-    URL of an image is that of its file, relative to the run directory.
+    A malformed call has the policy's text as its arguments, and an additional field `error`. The URL of an image is
+    the path of its file, relative to the run directory.
     """
     out: dict[str, Any] = {"role": message.role, "content": _content(message)}
     if message.reasoning:
@@ -362,7 +363,7 @@ def _openai_call(call: ToolCall) -> dict[str, Any]:
     arguments = orjson.dumps(codec.to_builtins(call.arguments)).decode() if is_read else call.text
     out = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
     if not is_read:
-        out["error"] = call.error or call.status.value  # beyond the format: there is no call to show
+        out["error"] = call.error or call.status.value  # not part of the format, which has no malformed calls
     return out
 
 
@@ -386,7 +387,7 @@ def _times(times: TrajectoryTimes) -> Row:
 
 @lru_cache(maxsize=256)
 def _sampling(sampling: TurnSampling | None) -> Row | None:
-    """Return the row of a turn's sampling, one for all turns that share it."""
+    """Return the row of a turn's sampling. Turns with equal sampling share one row object."""
     if sampling is None:
         return None
     kind = sampling.constraint_kind
@@ -408,7 +409,7 @@ def _write_parquet(rows: Iterator[Row], path: Path) -> int:
 
 
 def _write_shard(chunks: Iterable[list[Row]], path: Path, schema: pa.Schema, max_bytes: float = math.inf) -> int:
-    """Write row groups until the file has `max_bytes`; returns the number of rows."""
+    """Write row groups until the file has at least `max_bytes`; return the number of rows."""
     num_rows = 0
     with path.open("wb") as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for chunk in chunks:
@@ -422,7 +423,7 @@ def _write_shard(chunks: Iterable[list[Row]], path: Path, schema: pa.Schema, max
 
 
 def _write_folder(model: str, rows: Iterator[Row], folder: Path) -> int:
-    """Write shards, and a card that tells `datasets.load_dataset` of them."""
+    """Write shards, and a dataset card with which `datasets.load_dataset` finds them."""
     num_records, versions = 0, set[int]()
 
     def counted() -> Iterator[Row]:
@@ -436,10 +437,10 @@ def _write_folder(model: str, rows: Iterator[Row], folder: Path) -> int:
     data.mkdir(parents=True)
     schema = pa.schema([_without_maps(field) for field in SCHEMA])
     write = partial(_write_shard, schema=schema, max_bytes=_SHARD_BYTES)
-    num_rows = write(chunks, data / "00000.parquet")  # without records there is a shard too
+    num_rows = write(chunks, data / "00000.parquet")  # written even without records
     for number, first in enumerate(chunks, 1):
         num_rows += write(chain((first,), chunks), data / f"{number:05}.parquet")
-    lines = (f"| `{one.name}` | `{one.type}` | {_shape(one)} |" for one in schema)
+    lines = (f"| `{field.name}` | `{field.type}` | {_shape(field)} |" for field in schema)
     shown = f"{min(versions)} to {max(versions)}" if versions else "none"
     counts = {"num_records": num_records, "num_rows": num_rows, "versions": shown}
     card = _CARD.format(model=model, release=__version__, notes=_NOTES, columns="\n".join(lines), **counts)
@@ -452,7 +453,7 @@ def _shape(field: pa.Field[Any]) -> str:
 
 
 def _without_maps(field: pa.Field[Any]) -> pa.Field[Any]:
-    """Return a field with its maps as lists of keys and values: `datasets` knows no maps."""
+    """Return a field with maps converted to lists of keys and values, because `datasets` does not support maps."""
     kind = field.type
     if pa.types.is_map(kind):
         kind = pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))

@@ -1,4 +1,4 @@
-"""The records of a run in its files or database, for `agentloop view`."""
+"""Access to the records of a run in its files or database, for `agentloop view`."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ T = TypeVar("T")
 
 
 class StoredRun:
-    """The records of a run in its files or database, also while a service writes it. Close it in the end."""
+    """Reads the records of a run from its files or database, also while a service is writing. Must be closed."""
 
     def __init__(self, where: Path | Home) -> None:
-        """Raises InvalidRequest if there is no store."""
-        self._executor: Executor = one_thread("viewer")  # SQLite's connections are of one thread
+        """Raise InvalidRequest if the store does not exist."""
+        self._executor: Executor = one_thread("viewer")  # a SQLite connection can be used in one thread only
         self._reader = self._executor.submit(TrajectoryReader, where).result()
 
     async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
-        """As RecordsPort; with access to the files, all users' records are visible."""
+        """Implement `RecordsPort.list_records`. Returns all users' records: the caller has access to the files."""
         return await self._ask(lambda: self._reader.list_records(query))
 
     async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
-        """As RecordsPort."""
+        """Implement `RecordsPort.record_at`."""
         return await self._ask(lambda: self._reader.record_at(seq))
 
     async def update_reports(self) -> tuple[UpdateReport, ...]:
-        """As RecordsPort."""
+        """Implement `RecordsPort.update_reports`."""
         return await self._ask(self._reader.updates)
 
     async def metrics(self) -> MetricsPage:
-        """As RecordsPort: those that the coordinator saved last."""
+        """Implement `RecordsPort.metrics` with the metrics that the coordinator saved last."""
         return await self._ask(self._reader.metrics)
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self._executor.submit(self._reader.close).result()
         self._executor.shutdown()
 

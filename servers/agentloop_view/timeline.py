@@ -1,8 +1,8 @@
-"""A run as a timeline for Perfetto, or any reader of Chrome's trace events.
+"""Export of a run as a timeline for Perfetto or other readers of Chrome's trace events.
 
 Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times
-are microseconds since 1970. Tracks are trajectories, by their worker, with queue, turns, tool calls and reward;
-replicas, with the turns that they sampled, which overlap; and weight updates, with the steps of each replica.
+are Unix times in microseconds. Tracks are trajectories, grouped by worker, with queue, turns, tool calls and
+reward; replicas, with their overlapping turns; and weight updates, with the steps of each replica.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Trajectory
 
-_UPDATES, _REPLICAS, _FIRST_WORKER = 1, 2, 3  # as processes
+_UPDATES, _REPLICAS, _FIRST_WORKER = 1, 2, 3  # process ids of the trace
 
 Event = dict[str, Any]
 
 
 def write_timeline(where: Path | Home, file: Path, rollout_id: str | None = None) -> int:
-    """Write the timeline of a run, or of one rollout; returns the number of its trajectories. Raises NotFound."""
+    """Write the timeline of a run or of one rollout; return the number of trajectories. Raises NotFound."""
     reader, num, tracks = TrajectoryReader(where), 0, Tracks()
     try:
         with file.open("wb") as out:
@@ -36,7 +36,7 @@ def write_timeline(where: Path | Home, file: Path, rollout_id: str | None = None
                 _write(out, tracks.of_record(record))
                 num += 1
             _write(out, tracks.names())
-            out.write(b'{"ph":"M","name":"end","pid":0}\n]}\n')  # no comma follows the last
+            out.write(b'{"ph":"M","name":"end","pid":0}\n]}\n')  # JSON does not allow a comma after the last event
     finally:
         reader.close()
     return num
@@ -48,15 +48,15 @@ def _write(out: Any, events: Iterable[Event]) -> None:
 
 
 class Tracks:
-    """The tracks so far, by their names."""
+    """Assigns process and thread ids of the trace to tracks, by name."""
 
     def __init__(self) -> None:
         self._workers: dict[str, int] = {}
-        self._threads: defaultdict[int, dict[str, int]] = defaultdict(dict)  # by process
+        self._threads: defaultdict[int, dict[str, int]] = defaultdict(dict)  # thread ids by name, by process id
         self._num_spans = 0
 
     def of_record(self, record: Trajectory) -> Iterator[Event]:
-        """Yield the events of a trajectory; of one without times none."""
+        """Yield the events of a trajectory; no events if it has no times."""
         if (times := record.times) is None:
             return
         began_us, ended_us = times.began_at * 1e6, times.began_at * 1e6 + times.ended_us
@@ -70,7 +70,7 @@ class Tracks:
             yield _slice("reward", place, ended_us - record.timings.reward_s * 1e6, ended_us)
         inner = []
         turns = [turn for path in record.paths for turn in path.own_turns]
-        turns.sort(key=lambda turn: 0 if turn.times is None else turn.times.begun_us)  # as the viewer numbers them
+        turns.sort(key=lambda turn: 0 if turn.times is None else turn.times.begun_us)  # the viewer's order of turns
         for number, turn in enumerate(turns, 1):
             if turn.times is not None:
                 about = {"turn": turn.turn_id, "replica": turn.replica_id, "tokens": turn.end - turn.start}
@@ -82,28 +82,28 @@ class Tracks:
             begun_us = began_us + call.begun_us
             inner.append((begun_us, begun_us + call.duration_us, call.name, {"outcome": call.outcome}))
         free_at = 0.0
-        for begun_us, end_us, what, about in sorted(inner, key=lambda one: one[:2]):
+        for begun_us, end_us, label, about in sorted(inner, key=lambda item: item[:2]):
             if begun_us >= free_at:
                 free_at = end_us
-                yield _slice(what, place, begun_us, end_us, about)
-            else:  # calls that ran at once, a session's concurrent turns: slices of a track may not cross
-                yield from self._overlapping(what, place, begun_us, end_us, about)
+                yield _slice(label, place, begun_us, end_us, about)
+            else:  # concurrent calls or turns of a session: the slices of a track must not overlap
+                yield from self._overlapping(label, place, begun_us, end_us, about)
         for move in times.moves:
             at_us = round(began_us + move.at_us)
             yield {"ph": "i", "s": "t", "name": f"to {move.replica_id}", "ts": at_us, **place}
 
     def of_update(self, report: UpdateReport) -> Iterator[Event]:
-        """Yield the steps of an update at each replica, and a flow from the first to the others."""
+        """Yield the steps of an update on each replica, and a flow from the first replica to the others."""
         began_us = report.began_at * 1e6
-        for index, one in enumerate(report.replicas):
-            place, stall_us = self._place(_UPDATES, one.replica_id), began_us + one.paused_at_ms * 1e3
-            look_us = stall_us + one.stall_ms * 1e3
+        for index, replica in enumerate(report.replicas):
+            place, stall_us = self._place(_UPDATES, replica.replica_id), began_us + replica.paused_at_ms * 1e3
+            look_us = stall_us + replica.stall_ms * 1e3
             steps = {
-                "stage": (began_us, began_us + one.stage_ms * 1e3),
+                "stage": (began_us, began_us + replica.stage_ms * 1e3),
                 "stall": (stall_us, look_us),
-                "look": (look_us, look_us + one.look_ms * 1e3),
+                "look": (look_us, look_us + replica.look_ms * 1e3),
             }
-            about = {"version": report.version, "transport": one.transport, "error": one.error}
+            about = {"version": report.version, "transport": replica.transport, "error": replica.error}
             for step, span in steps.items():
                 yield _slice(f"{step} {report.version}", place, *span, about)
             flow = {"name": "update", "cat": "update", "id": report.version, "ts": round(stall_us), **place}
@@ -133,6 +133,6 @@ class Tracks:
 
 
 def _slice(name: str, place: Event, begun_us: float, end_us: float, about: Event | None = None) -> Event:
-    # Whole microseconds: with parts of them, neighbours of a track would cross.
+    # Round to integer microseconds: with fractions, adjacent slices of a track would overlap.
     at_us = round(begun_us)
     return {"ph": "X", "name": name, "ts": at_us, "dur": round(end_us) - at_us, **place, "args": about or {}}

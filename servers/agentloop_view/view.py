@@ -1,4 +1,4 @@
-"""`agentloop view`: the viewer over a run's files. It needs no service."""
+"""`agentloop view`: show a run's files in the browser, without a service."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ app = typer.Typer()
 
 @app.command()
 def view(
-    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")] = "latest",
-    port: Annotated[int, typer.Option(help="The port, on this machine alone; 0: any.")] = 8010,
+    run: Annotated[str, typer.Argument(help="Run directory, run id, or store file.")] = "latest",
+    port: Annotated[int, typer.Option(help="Port on the loopback interface; 0: a free port.")] = 8010,
 ) -> None:
-    """Show a run's trajectories in the browser, also while it is running or after it crashed."""
+    """Show a run's trajectories in the browser. The run may still be running, or have crashed."""
     with clear_errors():
         store = store_of(run)
         with closing(TrajectoryReader(store)) as reader:
             num_accepted, num_finished = reader.progress()
         if num_finished < num_accepted:
-            said = f"{num_finished:,} of {num_accepted:,} accepted trajectories have a record"
-            Console().print(said, highlight=False)
+            progress = f"{num_finished:,} of {num_accepted:,} accepted trajectories have a record"
+            Console().print(progress, highlight=False)
         stored = StoredRun(store)
         try:
             viewer = viewer_app(stored, TokenLabels(model_of(folder_of(store)), folder_of(store)))

@@ -214,7 +214,7 @@ def delivered(got: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]])
 async def _measured(flight: Flight, times: Sequence[float]) -> PlainUpdate:
     started_at, paused_at, updated_at, resumed_at = times
     await flight.until(lambda stream: stream.arrivals[-1][0] > updated_at, timeout_s=60)
-    gaps = flight.gaps_ms(lambda at, _: at > updated_at)
+    gaps = flight.gaps_ms(started_at, lambda at, _: at > updated_at)
     return PlainUpdate(
         stall_ms=(resumed_at - started_at) * 1000,
         pause_ms=(paused_at - started_at) * 1000,

@@ -95,9 +95,9 @@ class BareSglang(BareEngine):
     """SGLang's own Engine."""
 
     def load(self) -> None:
-        self._config = config_of(
-            self.config.entries[0], engine_parts.process_fields(self.config, self.config.entries[0])
-        )
+        [entry] = self.config.entries
+        _, settings = entry.registered()
+        self._config = config_of(engine_parts.process_fields(self.config, entry), **settings)
         sglang.prepare_environment(self._config)
         self._make = importlib.import_module("sglang").Engine
 

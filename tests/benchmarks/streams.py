@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 Source = Callable[[str, tuple[int, ...]], AsyncIterator["Piece"]]
 """Starts one request, by id and prompt; yields its pieces to its end."""
@@ -37,11 +38,18 @@ class Stream:
     arrivals: list[tuple[float, int, int | None]] = field(default_factory=list)  # time, tokens, version
     is_over: bool = False
 
-    def gap_ms(self, is_after: Callable[[float, int | None], bool]) -> float | None:
-        """From the last piece before to the first one after; None if one of them is missing."""
-        for index, (at, _, version) in enumerate(self.arrivals):
-            if is_after(at, version):
-                return (at - self.arrivals[index - 1][0]) * 1000 if index else None
+    def gap_ms(self, since: float, is_after: Callable[[float, int | None], bool]) -> float | None:
+        """Return the longest time without a piece between `since` and the first piece after the update.
+
+        An engine that holds its output during an update releases older tokens together with the first new one. None
+        if there is no piece before or none after.
+        """
+        longest = None
+        for (before_at, _, _), (at, _, version) in pairwise(self.arrivals):
+            if at >= since:
+                longest = max(longest or 0.0, (at - before_at) * 1000)
+                if is_after(at, version):
+                    return longest
         return None
 
 
@@ -125,9 +133,9 @@ class Flight:
         )
         return num_tokens / seconds if seconds else 0.0
 
-    def gaps_ms(self, is_after: Callable[[float, int | None], bool]) -> list[float]:
-        """Every request's gap at one update. Raises ValueError if one of them has none."""
-        gaps = [stream.gap_ms(is_after) for stream in self.streams]
+    def gaps_ms(self, since: float, is_after: Callable[[float, int | None], bool]) -> list[float]:
+        """Return every request's gap at an update that began at `since`. Raises ValueError if one has none."""
+        gaps = [stream.gap_ms(since, is_after) for stream in self.streams]
         missing = [stream.request_id for stream, gap in zip(self.streams, gaps, strict=True) if gap is None]
         if missing:
             raise ValueError(f"no token before or none after the update: {', '.join(missing)}")

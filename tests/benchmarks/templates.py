@@ -208,7 +208,7 @@ def _reason(text: str) -> str:
     for sign, reason in _REASONS.items():
         if sign in text:
             return reason
-    text = text.removeprefix("TemplateError: the chat template renders no plain conversation: ")
+    text = text.removeprefix("TemplateError: the chat template does not render a conversation without tools: ")
     return re.split(r"[:,] ['\"]|, which is|; ", text.rpartition("cannot be derived: ")[2])[0].replace("|", "\\|")
 
 

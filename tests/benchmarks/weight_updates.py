@@ -103,7 +103,7 @@ async def _updates(site: EngineSite, flight: Flight, num_updates: int, spacing_s
     for _ in range(num_updates):
         update = await site.update()
         await flight.until(lambda stream: stream.arrivals[-1][2] == site.version, timeout_s=60)
-        gaps += flight.gaps_ms(lambda _, version: version == site.version)
+        gaps += flight.gaps_ms(update.calls["pause"][0], lambda _, version: version == site.version)
         first_tokens.append(flight.first_token_at(lambda _, version: version == site.version))
         timed.append(update)
         await asyncio.sleep(spacing_s)

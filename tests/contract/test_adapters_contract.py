@@ -188,7 +188,7 @@ async def test_places_are_full_of_names_or_of_versions_that_calls_pin(adapted: E
         readings.append(Reading(adapted, under(adapted, "one", adapted.prompt(), adapted.long_tokens)))
         await readings[-1].middle(1)
     await push(adapted, "two", seed=1)
-    with pytest.raises(AdaptersFull, match="all 2 places"):
+    with pytest.raises(AdaptersFull, match="at most 2 adapters"):
         await push(adapted, "three", seed=1)
     with pytest.raises(AdaptersFull, match="in flight"):
         await push(adapted, "one", seed=4)

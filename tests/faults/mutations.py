@@ -340,7 +340,7 @@ MUTATIONS = (
     Mutation(
         "one_of_equal_calls_is_guessed",
         _SESSION_CALLS,
-        "len(equal) == 1 and not key.was_refused",
+        "len(answerable) == 1 and not self.num_unanswered(key)",
         "True",
         ("tests/sessions/test_retries.py",),
     ),

@@ -214,7 +214,7 @@ async def test_a_rollout_lives_by_its_adapters_versions(clock: VirtualClock, fol
             {5},
             1,
         )
-        assert "version 4 is demanded, and version 5 served" in (ends["u"].error or "")
+        assert "the request requires weight version 4, but version 5 is served" in (ends["u"].error or "")
 
 
 @virtually

@@ -84,14 +84,15 @@ def test_the_first_refuses_noise_and_the_fleet_stays_where_it_was(tmp_path):
         assert (site.fleet.weight_version, site.placeable()) == (1, ["b", "c"])  # while one is asked
         assert [engine.weight_version for engine in site.engines.values()] == [NOISE, 1, 1]
         with pytest.raises(
-            WeightsRefused, match=r"a: commit: injected: version 2 is noise; b: wait: the canary replica refused"
+            WeightsRefused,
+            match=r"a: commit: injected fault: .* version 2 are broken; b: wait: the canary replica refused",
         ):
             await updating
         with pytest.raises(EngineUnusable):
             await sampling["a"]
         assert (site.fleet.weight_version, site.placeable()) == (1, ["b", "c"])
         assert site.fleet.get("a").state is ReplicaState.QUARANTINED
-        assert "version 2 is noise" in site.fleet.get("a").error
+        assert "the weights of version 2 are broken" in site.fleet.get("a").error
         assert await site.late.bring_up("a")  # with the weights of before
         assert site.placeable() == ["a", "b", "c"]
         await asyncio.gather(sampling["b"], sampling["c"])
@@ -177,7 +178,7 @@ def test_a_paused_fleet_looks_when_it_is_resumed(tmp_path):
         await clock.sleep(0.2)
         await site.sync.pause(PauseMode.KEEP)
         await site.update(NOISE)
-        with pytest.raises(WeightsRefused, match=r"a: resume: .*version 2 is noise; b: resume: "):
+        with pytest.raises(WeightsRefused, match=r"a: resume: .*version 2 are broken; b: resume: "):
             await site.sync.resume()
         assert {site.fleet.get(name).state for name in "ab"} == {ReplicaState.QUARANTINED}
         await asyncio.gather(*sampling.values(), return_exceptions=True)

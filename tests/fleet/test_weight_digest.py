@@ -136,7 +136,7 @@ def test_the_model_folder_is_version_0_with_its_content(tmp_path, can_relay):
             assert await site.late.bring_up("b")
             assert late.weight_digest == site.engines["a"].weight_digest
         else:
-            assert "model has other bytes now" in await refusal(site, "b")
+            assert "model has changed: its digest is" in await refusal(site, "b")
 
     test()
 
@@ -181,7 +181,7 @@ def test_a_version_that_no_replica_holds_any_more_keeps_its_content(tmp_path):
         await site.push_folder(5, latest)
         await site.sync.sleep(2)
         write(latest, 2)
-        with pytest.raises(CheckpointUnreadable, match="other bytes"):
+        with pytest.raises(CheckpointUnreadable, match="has changed: its digest is"):
             await site.push_folder(5, latest)
         write(latest, 1)
         await site.push_folder(5, latest)
@@ -301,7 +301,7 @@ def test_an_adapters_name_and_version_are_of_one_content(tmp_path):
         (folder / ADAPTER_CONFIG).write_text('{"lora_alpha": 16}')
         assert (await engine.load_adapter(push(digest))).digest == digest  # held, so that nothing is read
         await engine.unload_adapter("a")
-        with pytest.raises(ChecksumMismatch, match="other bytes now"):
+        with pytest.raises(ChecksumMismatch, match="has changed: its digest is"):
             await engine.load_adapter(push(digest))
 
     test()

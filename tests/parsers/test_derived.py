@@ -147,19 +147,19 @@ def test_what_the_template_writes_is_allowed(family, chat) -> None:
 
 
 def test_what_cannot_be_told_apart_is_refused_with_the_text() -> None:
-    with pytest.raises(Underivable, match="no mark tells"):
+    with pytest.raises(Underivable, match="no delimiter distinguishes"):
         derive(lambda calls: ", ".join(f"{c.name} {json.dumps(dict(c.arguments))}" for c in calls))
-    with pytest.raises(Underivable, match="not shown in its turn"):
+    with pytest.raises(Underivable, match="does not show the call in its turn"):
         derive(lambda calls: "I call.")
     with pytest.raises(Underivable, match="does not show its arguments"):
         derive(lambda calls: "".join(f"<c>{c.name}</c>" for c in calls))
-    with pytest.raises(Underivable, match="more than one place"):
+    with pytest.raises(Underivable, match="repeats its name or a key"):
         derive(
             lambda calls: "".join(
                 f"<c>{c.name}{''.join(f'<{k}>{v}]</{k}>' for k, v in c.arguments.items())}</c>" for c in calls
             )
         )
-    with pytest.raises(Underivable, match="no marks stand around"):
+    with pytest.raises(Underivable, match="a parameter has no delimiters"):
         derive(
             lambda calls: "".join(f"<c>{c.name} {' '.join(map(' '.join, c.arguments.items()))}</c>" for c in calls)
         )

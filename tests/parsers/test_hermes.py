@@ -56,20 +56,20 @@ def test_spans_cover_tokens_that_hold_part_of_a_call():
     [
         ("", "", "empty"),
         ("{", "", "not valid JSON"),
-        ("[1]", "", "not a JSON object"),
-        ("5", "", "not a JSON object"),
+        ("[1]", "", "must be a JSON object"),
+        ("5", "", "must be a JSON object"),
         ('{"arguments": {}}', "", '"name"'),
         ('{"name": "", "arguments": {}}', "", '"name"'),
         ('{"name": 7, "arguments": {}}', "", '"name"'),
         ('{"name": "add"}', "add", '"arguments"'),
-        ('{"name": "add", "arguments": [1]}', "add", "not a JSON object"),
-        ('{"name": "add", "arguments": null}', "add", "not a JSON object"),
+        ('{"name": "add", "arguments": [1]}', "add", "must be a JSON object"),
+        ('{"name": "add", "arguments": null}', "add", "must be a JSON object"),
         ('{"name": "add", "arguments": "{"}', "add", "string that is not valid JSON"),
-        ('{"name": "add", "arguments": "[1]"}', "add", "not a JSON object"),
+        ('{"name": "add", "arguments": "[1]"}', "add", "must be a JSON object"),
         ('{"name": "add", "arguments": {"a": NaN}}', "add", "not valid JSON"),
         ('{"name": "add", "arguments": {"a": -Infinity}}', "add", "not valid JSON"),
         ('{"name": "add", "arguments": {"a": 1e999}}', "add", "infinity"),
-        ('{"name": "add", "arguments": {"a": 1, "a": 2}}', "add", "same key twice"),
+        ('{"name": "add", "arguments": {"a": 1, "a": 2}}', "add", "duplicate key"),
         ('{"name": "add", "arguments": {"a": 1180591620717411303424}}', "add", "64 bits"),
         ('{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}", "add", "not valid JSON"),
         ('{"name": "add", "arguments": {"a": "\\ud800"}}', "add", "surrogate"),
@@ -143,7 +143,7 @@ def test_an_unclosed_call_does_not_hide_the_next_one():
 def test_calls_beyond_the_cap_are_reported_as_one():
     turn = parse(call_text("add", {}) * (MAX_CALLS + 1000))
     assert [c.status for c in turn.calls] == [ToolCallStatus.OK] * MAX_CALLS + [ToolCallStatus.MALFORMED]
-    assert turn.calls[-1].error == f"1000 tool calls after the first {MAX_CALLS} were not read"
+    assert turn.calls[-1].error == f"1000 tool calls after the first {MAX_CALLS} were not parsed"
     assert turn.calls[-1].token_start == turn.calls[-2].token_end
 
 

@@ -60,13 +60,13 @@ def test_a_parser_class_function_or_instance_is_taken(attribute: str) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        (f"{__name__}:WithoutMarks", "is no parser"),
+        (f"{__name__}:WithoutMarks", "is not a parser"),
         (f"{__name__}:fail", "RuntimeError: no such folder"),
-        (f"{__name__}:Sequence", "makes no parser"),
+        (f"{__name__}:Sequence", "failed on an empty turn"),
         (f"{__name__}:missing", "no attribute"),
         ("no_such_package.mod:Parser", "no module"),
         ("vllm:", "not an import path"),
-        ("shout", "there are hermes"),
+        ("shout", "expected one of hermes"),
     ],
 )
 def test_what_is_no_parser_is_refused(path: str, said: str) -> None:

@@ -96,17 +96,25 @@ def test_two_calls_have_their_spans():
         ("<tool_call></tool_call>", "", "<function=...>"),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", "<function=...>"),
         ("<tool_call><function= ></function></tool_call>", "", "<function=...>"),
-        ("<tool_call><function=f>junk</function></tool_call>", "f", "something else"),
+        ("<tool_call><function=f>junk</function></tool_call>", "f", "expected <parameter=... or "),
         ("<tool_call><function=f><parameter=text>1</function></tool_call>", "f", "no </parameter>"),
         ("<tool_call><function=f><parameter=text>1</parameter></tool_call>", "f", "</function>"),
-        ("<tool_call><function=f><parameter=count>x</parameter></function></tool_call>", "f", "schema's type"),
-        ("<tool_call><function=f><parameter=ratio>NaN</parameter></function></tool_call>", "f", "schema's type"),
+        (
+            "<tool_call><function=f><parameter=count>x</parameter></function></tool_call>",
+            "f",
+            "type that its schema",
+        ),
+        (
+            "<tool_call><function=f><parameter=ratio>NaN</parameter></function></tool_call>",
+            "f",
+            "type that its schema",
+        ),
         (
             "<tool_call><function=f><parameter=is_on>__import__('os')</parameter></function></tool_call>",
             "f",
             "type",
         ),
-        (call_text(text="1").replace("</function>", "<parameter=text>2</parameter></function>"), "f", "twice"),
+        (call_text(text="1").replace("</function>", "<parameter=text>2</parameter></function>"), "f", "repeated"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_reported(broken: str, name: str, error: str):

@@ -198,5 +198,5 @@ def test_what_closes_a_rendered_turn_or_call_is_a_stop_token(
 
 def test_a_template_whose_turns_end_with_the_next_roles_mark_alone_is_refused(tmp_path: Path):
     open_ended = IGNORES_TOOLS.replace("'<|im_end|>\\n'", "'\\n'")
-    with pytest.raises(TemplateNotPrefixStable, match=r"none of <\|im_start\|> is seen to end a turn: name it"):
+    with pytest.raises(TemplateNotPrefixStable, match=r"none of <\|im_start\|> is recognized as the end of a turn"):
         TemplateRenderer.from_directory(_undeclared(tmp_path, open_ended), FORK)

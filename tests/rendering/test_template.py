@@ -121,9 +121,9 @@ def test_arguments_reach_the_template_those_of_a_call_before_those_of_all(tmp_pa
         assert renderer.decode(ids).startswith(f"{head}\n<|im_start|>")
         assert ids.count(renderer.stop_token_ids[0]) == 1
     for kwargs in ({"messages": []}, {"eos_token": "x"}, {"add_generation_prompt": False}):
-        with pytest.raises(InvalidRequest, match="not free"):
+        with pytest.raises(InvalidRequest, match="is reserved"):
             renderer.render(asked, [], kwargs)
-    with pytest.raises(InvalidRequest, match="not JSON"):
+    with pytest.raises(InvalidRequest, match="must be JSON"):
         renderer.render(asked, [], {"tone": object()})
 
 

@@ -78,7 +78,7 @@ def test_marks_at_other_ids_than_declared_are_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config["added_tokens_decoder"]["7"] = {"content": "<|late|>", "special": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(TemplateError, match=r"'<\|late\|>' cannot have the id 7"):
+    with pytest.raises(TemplateError, match=r"'<\|late\|>' is declared with id 7"):
         model_text(tmp_path)
 
 

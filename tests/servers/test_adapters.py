@@ -181,7 +181,7 @@ async def test_who_may_push_what_and_the_verbs_of_vllm(tmp_path: Path) -> None:
             await service.push("root", None)
         with pytest.raises(Forbidden):
             await service.push("alice", None)
-        with pytest.raises(InvalidRequest, match="no other model's"):
+        with pytest.raises(InvalidRequest, match="no other model of this service has"):
             await service.push("alice", "default")
         with pytest.raises(InvalidRequest, match="weight roots"):
             async with service.client("alice") as client:

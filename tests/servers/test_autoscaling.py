@@ -69,7 +69,7 @@ def test_what_waits_goes_to_the_first_entry_that_has_room_for_it() -> None:
 
 
 def test_the_most_is_not_below_the_least() -> None:
-    with pytest.raises(ValidationError, match="max_replicas is less than replicas"):
+    with pytest.raises(ValidationError, match="max_replicas 1 is less than replicas 2"):
         EngineEntry(replicas=2, max_replicas=1)
 
 

@@ -140,7 +140,7 @@ def test_tools_are_offered_where_the_template_shows_them_and_answers_but_no_call
 def test_a_derived_parser_is_named_and_may_be_lenient(tmp_path: Path) -> None:
     with capture_logs() as logs:
         chat = loaded(tmp_path, "xlam_qwen", lenient=True)
-    assert (logs[0]["parser"], logs[0]["because"]) == ("derived", "it reads what the renderer writes")
+    assert (logs[0]["parser"], logs[0]["because"]) == ("derived", "it parses the calls that the renderer writes")
     text = '[{"name": "look_up"}]'
     for one, num_calls in ((chat, 1), (loaded(tmp_path / "strict", "xlam_qwen"), 0)):
         calls = one.parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), [TOOL], 0).calls
@@ -155,7 +155,7 @@ def test_auto_finds_what_reads_calls_that_the_template_does_not_spell_out(tmp_pa
     with capture_logs() as logs:
         chat = load_chat_format(folder, ChatSettings())
     assert chat.parser is HERMES
-    assert logs[0]["because"] == "it reads what the renderer writes"
+    assert logs[0]["because"] == "it parses the calls that the renderer writes"
 
 
 def test_vllms_parsers_are_refused_with_what_to_use_instead(tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_a_renderer_is_an_import_path_too(tmp_path: Path) -> None:
     ("settings", "param", "said"),
     [
         ({"renderer": "nonsense"}, "renderer", "not an import path"),
-        ({"renderer": f"{HERE}:no_renderer"}, "renderer", "makes no renderer"),
-        ({"renderer": f"{HERE}:HERE"}, "renderer", "no function"),
-        ({"parser": "nonsense"}, "parser", "there are hermes"),
+        ({"renderer": f"{HERE}:no_renderer"}, "renderer", "did not return a renderer"),
+        ({"renderer": f"{HERE}:HERE"}, "renderer", "is not callable"),
+        ({"parser": "nonsense"}, "parser", "expected one of hermes"),
     ],
 )
 def test_what_names_nothing_is_refused(tmp_path: Path, settings: dict[str, str], param: str, said: str) -> None:
@@ -211,7 +211,7 @@ def test_template_settings_reach_the_prompt(tmp_path: Path, make: Callable[[Path
 def test_stop_tokens_take_the_place_of_the_folders(tmp_path: Path) -> None:
     chat = loaded(tmp_path, "qwen3", stop_tokens=["<|im_end|>"])
     assert chat.renderer.facts.stop_tokens == ("<|im_end|>",)
-    with pytest.raises(TemplateError, match="no token '<nothing>'"):
+    with pytest.raises(TemplateError, match="stop token '<nothing>' is not in"):
         loaded(tmp_path, "qwen3", stop_tokens=["<nothing>"])
 
 

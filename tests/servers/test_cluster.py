@@ -148,7 +148,7 @@ def test_an_engine_over_hosts_asks_for_nodes_that_have_its_share():
     with pytest.raises(InvalidRequest, match=r"nodes: a 0 GPUs 7 CPUs, b 0 GPUs 7 CPUs, c 4 GPUs 8 CPUs"):
         check_hosts(pair, dict.fromkeys("abc", four), NO_LABELS)
     check_hosts(service(engine={"tensor_parallel_size": 8}), {}, NO_LABELS)
-    with pytest.raises(InvalidRequest, match=r"ask for 16 GPUs \(vllm 4 x 4\), and this Ray has 8"):
+    with pytest.raises(InvalidRequest, match=r"require 16 GPUs \(vllm 4 x 4\), but the Ray cluster has 8"):
         check_resources(pair, {"GPU": 8.0, "CPU": 8.0})
 
 
@@ -244,7 +244,7 @@ async def test_a_config_that_is_refused_leaves_a_clusters_running_service_alone(
 
 def test_a_service_waits_for_its_nodes_and_says_what_there_is(monkeypatch):
     config = service(cluster={"min_nodes": 3})
-    with pytest.raises(InvalidRequest, match="this Ray has 1 of 3 nodes"):
+    with pytest.raises(InvalidRequest, match="the Ray cluster has 1 of 3 nodes"):
         cluster.for_nodes(config)
     seen = iter([1, 2, 3, 3])
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)

@@ -77,17 +77,26 @@ def test_each_kind_gets_its_own_configuration():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"engines": TWO, "engine": {"kind": "simulated"}}, "a config has one form"),
-        ({"engines": TWO, "replicas": 2}, "a config has one form"),
+        ({"engines": TWO, "engine": {"kind": "simulated"}}, "`engines` replaces `engine` and `replicas`"),
+        ({"engines": TWO, "replicas": 2}, "`engines` replaces `engine` and `replicas`"),
         ({"engines": []}, "at least 1 item"),
         ({"engines": [{"kind": "simulated"}, {"kind": "simulated"}]}, "two engines are named simulated"),
-        ({"engines": [{"kind": "simulated"}, {"kind": "vllm"}]}, "one is simulated"),
-        ({"engines": [{"kind": "vllm", "lora_rank": 8}, {"kind": "sglang"}]}, "one has a lora_rank"),
+        (
+            {"engines": [{"kind": "simulated"}, {"kind": "vllm"}]},
+            "only one of the engines simulated and vllm is simulated",
+        ),
+        (
+            {"engines": [{"kind": "vllm", "lora_rank": 8}, {"kind": "sglang"}]},
+            "only one of the engines vllm and sglang has a lora_rank",
+        ),
         (
             {"engines": [{"lora_rank": 8, "max_loras": 4}, {"lora_rank": 8, "name": "other"}]},
             "engine other has max_loras None and vllm 4",
         ),
-        ({"engines": [{"kind": "vllm"}, {"kind": "sglang", "logprobs_mode": "both"}]}, "engine sglang reports"),
+        (
+            {"engines": [{"kind": "vllm"}, {"kind": "sglang", "logprobs_mode": "both"}]},
+            "engine sglang has logprobs_mode both and vllm sampled",
+        ),
         (
             {"engines": [{"kind": "vllm"}, {"kind": "vllm", "name": "b", "quantization": "fp8"}]},
             "engine b has quantization fp8 and vllm None",
@@ -95,21 +104,27 @@ def test_each_kind_gets_its_own_configuration():
         ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times was removed"),
         ({"engines": [{"kind": "vllm", "model": "other"}]}, "all engines serve the service's `model`"),
         ({"engines": [{"kind": "vllm", "name": "No Spaces"}]}, "should match pattern"),
-        ({"engines": [{"kind": "vllm", "settings": {"any": 1}}]}, "settings: the kind vllm has none"),
-        ({"engines": [{"attention_backend": "fa3"}]}, "it is `settings.attention_backend`"),
-        ({"engines": [{"kind": "sglang", "data_parallel_size": 2}]}, "SGLang takes no data_parallel_size"),
+        (
+            {"engines": [{"kind": "vllm", "settings": {"any": 1}}]},
+            "settings: the kind vllm has no additional settings",
+        ),
+        ({"engines": [{"attention_backend": "fa3"}]}, "use `settings.attention_backend`"),
+        (
+            {"engines": [{"kind": "sglang", "data_parallel_size": 2}]},
+            "data_parallel_size 2 is not supported by SGLang",
+        ),
         (
             {"engines": [{"kind": "vllm"}, {"kind": "sglang", "load_format": "dummy"}], "mode": "debug"},
-            "engine sglang: mode debug needs load_format auto",
+            "engine sglang: mode debug requires load_format auto",
         ),
-        ({"engines": [{"kind": "vllm", "environment": {}}]}, "an environment has a py_executable"),
+        ({"engines": [{"kind": "vllm", "environment": {}}]}, "environment is empty: set py_executable"),
         (
             {"engines": [{"kind": "vllm", "environment": {"runtime_env": {"py_executable": "python"}}}]},
-            "py_executable stands beside runtime_env",
+            "py_executable is a key of environment, next to runtime_env",
         ),
         (
             {"engines": [{"kind": "vllm", "environment": {"runtime_env": {"env_vars": {"A": 1}}}}]},
-            "env_vars of a runtime_env are strings",
+            "env_vars of runtime_env must map names to strings",
         ),
     ],
 )
@@ -133,17 +148,17 @@ def test_what_ray_is_told_of_an_environment():
 
 def test_an_environment_that_is_not_there_is_refused_before_anything_starts(tmp_path):
     config = service({"kind": "simulated", "name": "other", "environment": {"py_executable": "/no/such/python -u"}})
-    with pytest.raises(InvalidRequest, match="engine other: there is no /no/such/python"):
+    with pytest.raises(InvalidRequest, match="engine other: the command /no/such/python"):
         application(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"kind": "sglang", "speculative": {}}, "SGLang verifies drafts beside the sampler"),
-        ({"data_parallel_size": 2, "speculative": {}}, "vLLM drops speculative.max_running"),
-        ({"speculative": {"method": "eagle3"}}, r"engine\.speculative\.method was removed: remove it"),
-        ({"speculative": {"model": "/draft"}}, r"engine\.speculative\.model was removed: remove it"),
+        ({"kind": "sglang", "speculative": {}}, "SGLang verifies drafts outside of the sampler"),
+        ({"data_parallel_size": 2, "speculative": {}}, "vLLM ignores speculative.max_running"),
+        ({"speculative": {"method": "eagle3"}}, r"engine\.speculative\.method was removed: delete the key"),
+        ({"speculative": {"model": "/draft"}}, r"engine\.speculative\.model was removed: delete the key"),
     ],
 )
 def test_drafts_where_they_would_not_be_exact_are_refused(engine, message):

@@ -164,13 +164,16 @@ async def test_an_answer_without_a_verdict_is_no_score(answer: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "names"),
     [
-        ({"models": [{"name": "default", "model": "m"}]}, "names are unique"),
-        ({"models": [{"name": "a", "model": "m"}, {"name": "a", "model": "m"}]}, "names are unique"),
+        ({"models": [{"name": "default", "model": "m"}]}, "names must be unique"),
+        ({"models": [{"name": "a", "model": "m"}, {"name": "a", "model": "m"}]}, "names must be unique"),
         ({"models": [{"name": "A b", "model": "m"}]}, r"models\.0\.name"),
         ({"models": [{"name": "a", "model": "m"}], "cluster": {}}, "one host"),
-        ({"turns": {}}, "turns are of several models"),
-        ({"models": [{"name": "a", "model": "m"}], "turns": {}}, "turns are of several models"),
-        ({"models": [{"name": "a", "model": "m", "engine": {"load_format": "dummy"}}]}, "nobody pushes weights"),
+        ({"turns": {}}, "`turns` requires several models"),
+        ({"models": [{"name": "a", "model": "m"}], "turns": {}}, "`turns` requires several models"),
+        (
+            {"models": [{"name": "a", "model": "m", "engine": {"load_format": "dummy"}}]},
+            "weights are not pushed in this mode",
+        ),
     ],
 )
 def test_models_that_do_not_go_together_are_refused(changed: dict[str, Any], names: str) -> None:

@@ -107,6 +107,6 @@ async def test_a_port_that_is_taken_is_refused_in_words(port: int) -> None:
     public = PublicPort("the port", keepers.find)
     with (
         listening_socket("127.0.0.1", port),
-        pytest.raises(ServiceUnavailable, match=r"the port, .* already in use"),
+        pytest.raises(ServiceUnavailable, match=r"the port: .* already in use"),
     ):
         await public.take(timeout_s=0.1)

@@ -70,7 +70,7 @@ async def test_a_directory_has_one_service_and_names_its_process(tmp_path: Path)
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.send_signal(signal.SIGSTOP)  # it may go on at any moment
-        with pytest.raises(Conflict, match=f"still runs in .*: process {holder.pid}$"):
+        with pytest.raises(Conflict, match=f"still running in .*: process {holder.pid}; stop it first$"):
             await take_run_lock(tmp_path, 0.0)
     finally:
         holder.kill()
@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_the_config_that_it_was_begun_with(tmp_path: Path) ->
     assert saved_config(tmp_path) == config
     keep_config(config.model_copy(update={"replicas": 3}), tmp_path)
     assert saved_config(tmp_path) == config
-    with pytest.raises(InvalidRequest, match="shared by 2 ingress processes, not 1"):
+    with pytest.raises(InvalidRequest, match="partitioned over 2 ingress processes, not 1"):
         keep_config(config.model_copy(update={"ingress_replicas": 1}), tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_a_run_whose_config_has_a_removed_key_is_refused(tmp_path: Path) -> None
     document["updates"]["consistency"] = "replica"
     for content in (json.dumps(document), "{"):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(InvalidRequest, match="of another release"):
+        with pytest.raises(InvalidRequest, match="is not valid in this release"):
             saved_config(tmp_path)
 
 

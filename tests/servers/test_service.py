@@ -291,7 +291,7 @@ async def test_a_run_goes_on_after_its_processes_were_killed(tmp_path):
         rollout = await client.submit(tasks(40, **slow), num_samples=2)
     second, lines = command_serve(f"{marker}_2", "--resume", str(run_dir))
     second.communicate(timeout=60)
-    assert (second.returncode, "still runs in" in lines[-1]) == (1, True), lines
+    assert (second.returncode, "still running in" in lines[-1]) == (1, True), lines
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert processes_with(marker, grace_s=90.0) == []

@@ -55,7 +55,7 @@ def test_a_run_keeps_its_number_of_ingress_processes(tmp_path: Path) -> None:
     again = sized(a_config(replicas=2), tmp_path, num_cpus=16)
     assert again.num_ingress == first.num_ingress == 16
     keep_config(again, tmp_path)
-    with pytest.raises(InvalidRequest, match="shared by 16 ingress processes, not 2"):
+    with pytest.raises(InvalidRequest, match="partitioned over 16 ingress processes, not 2"):
         keep_config(a_config(ingress_replicas=2), tmp_path)
 
 

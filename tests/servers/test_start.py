@@ -137,8 +137,8 @@ def test_a_ray_that_fails_is_started_once_more_in_a_fresh_session(starting: Call
     start = starting()
     start.wait_for("starting Ray")
     os.kill(start.find("/raylet/raylet"), signal.SIGKILL)  # before its node is registered
-    start.wait_for("trying once more")
-    assert "its raylet ended with status -9" in start.lines[-1]
+    start.wait_for("retrying once")
+    assert "its raylet exited with status -9" in start.lines[-1]
     start.wait_for("Ingress: 1 starting")  # each process is told of
     start.process.send_signal(signal.SIGTERM)
     status, output = start.end()
@@ -162,7 +162,7 @@ def test_agents_of_ray_that_are_slow_do_not_end_a_start(starting: Callable[..., 
     start.wait_for("ready at")
     start.process.send_signal(signal.SIGTERM)
     status, output = start.end()
-    assert (status, "once more" in output) == (0, False)
+    assert (status, "retrying once" in output) == (0, False)
 
 
 @pytest.mark.ray
@@ -195,7 +195,7 @@ def test_what_the_host_does_not_have_is_refused_before_anything_waits_for_it(
     start = starting(num_cpus=1000)
     status, output = start.end()
     assert status == 1
-    assert "error: the replicas ask for 1000 CPUs (simulated 1 x 1000), and this Ray has" in output
+    assert "error: the replicas require 1000 CPUs (simulated 1 x 1000), but the Ray cluster has" in output
     assert "starting the service's processes" not in output
     start.assert_nothing_is_left()
 
@@ -203,9 +203,9 @@ def test_what_the_host_does_not_have_is_refused_before_anything_waits_for_it(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"replicas": 3}, r"ask for 3 GPUs \(vllm 3 x 1\), and this Ray has 2"),
-        ({"engine": {"tensor_parallel_size": 4}}, r"ask for 4 GPUs \(vllm 1 x 4\), and this Ray has 2"),
-        ({"replicas": 2, "engine": {"num_cpus": 6}}, r"ask for 12 CPUs \(vllm 2 x 6\), and this Ray has 8"),
+        ({"replicas": 3}, r"require 3 GPUs \(vllm 3 x 1\), but the Ray cluster has 2"),
+        ({"engine": {"tensor_parallel_size": 4}}, r"require 4 GPUs \(vllm 1 x 4\), but the Ray cluster has 2"),
+        ({"replicas": 2, "engine": {"num_cpus": 6}}, r"require 12 CPUs \(vllm 2 x 6\), but the Ray cluster has 8"),
     ],
 )
 def test_replicas_that_ask_for_more_than_there_is_are_named(args: dict[str, object], message: str) -> None:
@@ -214,5 +214,5 @@ def test_replicas_that_ask_for_more_than_there_is_are_named(args: dict[str, obje
     with pytest.raises(InvalidRequest, match=message):
         check_resources(config, there)
     check_resources(ServiceConfig.model_validate({"model": "examples/tiny_policy/v0", "replicas": 2}), there)
-    with pytest.raises(InvalidRequest, match="and this Ray has 0"):
+    with pytest.raises(InvalidRequest, match="but the Ray cluster has 0"):
         check_resources(ServiceConfig.model_validate({"model": "examples/tiny_policy/v0"}), {"CPU": 8.0})

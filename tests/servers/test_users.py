@@ -60,7 +60,7 @@ def test_a_file_says_names_keys_and_limits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("users: [", "no YAML"),
+        ("users: [", "not valid YAML"),
         ("people: []", "users: Field required"),
         ("users: []", "users"),
         ("users: [{name: a b}]", r"users\.0\.name"),
@@ -76,7 +76,7 @@ def test_a_bad_file_is_refused_by_its_name_and_field(tmp_path: Path, text: str, 
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=rf"users\.yaml.*{names}"):
         load_users(path)
-    with pytest.raises(InvalidRequest, match="cannot read the users"):
+    with pytest.raises(InvalidRequest, match="cannot read the user file"):
         load_users(tmp_path / "absent")
 
 
@@ -135,7 +135,7 @@ async def test_a_user_has_its_limits_and_others_have_theirs(users: Users) -> Non
     sessions = [(await users.ask("a1", "POST", "/sessions", {}))[1] for _ in range(4)]
     status, refused = await users.ask("a1", "POST", "/sessions", {})
     assert (status, refused["error"]["code"]) == (429, "overloaded")
-    assert "alice has 4 sessions open" in refused["error"]["message"]
+    assert "user 'alice' has 4 open sessions" in refused["error"]["message"]
     assert (await users.ask("b", "POST", "/sessions", {}))[0] == 200
     paths = [f"/sessions/{one['session_id']}/v1/chat/completions" for one in sessions]
     calls = [asyncio.create_task(users.ask("a1", "POST", path, CALL)) for path in paths[:2]]

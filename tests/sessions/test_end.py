@@ -187,7 +187,7 @@ async def test_a_score_of_turns_and_paths_is_kept_and_restored(engine):
         assert (trajectory.metrics, trajectory.reward_error) == ({"length": 7.0}, None)
         assert [(turn.turn_id, turn.reward) for turn in trajectory.path.turns] == [(turn_id, 0.5)]
         assert not trajectory.path.is_trainable
-    with pytest.raises(InvalidRequest, match="there is no turn 'x'"):
+    with pytest.raises(InvalidRequest, match="unknown turn 'x'"):
         await session.finish(SessionEnd(score=Score(turn_rewards={"x": 1.0})))
 
 

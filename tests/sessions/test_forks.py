@@ -69,7 +69,9 @@ async def test_in_a_fork_the_sessions_own_thoughts_stand_in_for_the_echo(tmp_pat
         first, second = talk.session.graph.nodes
         assert first.reply.message.reasoning == THOUGHT
         assert (second.parent_id, second.split.reason) == (None, SplitReason.TEMPLATE)
-        assert second.split.detail.startswith("the template cannot append a user's message: earlier text changes")
+        assert second.split.detail.startswith(
+            "the chat template cannot append a user message to a turn: earlier text changes"
+        )
         assert "user\n6*7?" in prompts[1]
         assert f"{REPLY}<|im_end|>" in prompts[1]
 
@@ -89,7 +91,7 @@ async def test_thoughts_stay_or_go_as_the_settings_say(tmp_path: Path, name: str
         assert THOUGHT not in prompts[1]
         split = talk.session.graph.nodes[1].split
         assert split.reason is SplitReason.TEMPLATE
-        assert split.detail.startswith("thinking is as the template has it, and it drops thoughts")
+        assert split.detail.startswith("'thinking' follows the chat template, which drops earlier reasoning")
         assert "tokens[" in split.detail
 
 

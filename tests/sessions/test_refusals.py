@@ -146,7 +146,7 @@ async def test_budgets(engine):
     await asyncio.gather(*calls)
     with pytest.raises(InvalidRequest, match="5 turns"):
         await session.call(ask("one", num_choices=3), key("x"))
-    with pytest.raises(InvalidRequest, match="hold"):
+    with pytest.raises(InvalidRequest, match="its limit is 100"):
         await session.call(ask("word " * 60), key("x"))
     assert session.is_complete
 

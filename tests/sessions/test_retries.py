@@ -240,29 +240,31 @@ async def test_the_last_leaves_as_the_reply_comes(engine):
     assert session.graph.nodes == result.choices
 
 
-def counted_key(retry_count, *, was_refused=False):
+def counted_key(retry_count, *, num_refused=0):
     """A call as an SDK sends it, without an `Idempotency-Key`."""
-    return CallKey(b"equal", retry_count, is_unique=False, was_refused=was_refused)
+    return CallKey(b"equal", retry_count, is_unique=False, num_refused=num_refused)
 
 
 @pytest.mark.parametrize(
-    ("first_counts", "was_refused", "retry_counts", "num_turns"),
+    ("first_counts", "num_refused", "retry_counts", "num_turns"),
     [
-        ([0], False, [1, 2, 5], 1),  # one client that counts its retries up
-        ([0], False, [1, 1], 2),  # the second retry with one count is another client's
-        ([0], False, [2, 1], 2),
-        ([0], True, [1], 2),  # it may be the retry of the refused call
-        ([0, 0], False, [1, 1], 4),
-        ([], False, [1, 1, 1], 3),  # the first tries never arrived
+        ([0], 0, [1, 2, 5], 1),  # one client that counts its retries up
+        ([0], 0, [1, 1], 2),  # the second retry with one count is another client's
+        ([0], 0, [2, 1], 2),
+        ([0], 1, [1], 2),  # it may be the retry of the refused call
+        ([0, 0], 0, [1, 1], 4),
+        ([], 0, [1, 1, 1], 3),  # the first tries never arrived
+        ([], 1, [1, 2, 3], 1),  # the refused client's own retries
+        ([], 2, [1, 2, 2], 3),  # after the first, the other refused client has still to retry
     ],
 )
 async def test_an_sdks_retry_never_takes_another_clients_answer(
-    engine, first_counts, was_refused, retry_counts, num_turns
+    engine, first_counts, num_refused, retry_counts, num_turns
 ):
     session = make_session(engine)
     await asyncio.gather(*(session.call(CHAT, counted_key(count)) for count in first_counts))
     for count in retry_counts:
-        await session.call(CHAT, counted_key(count, was_refused=was_refused))
+        await session.call(CHAT, counted_key(count, num_refused=num_refused))
     assert session.num_turns == num_turns
 
 
@@ -274,6 +276,17 @@ async def test_equal_calls_that_all_failed_once_are_as_many_samples(engine):
     assert {type(error) for error in errors} == {EngineLost}
     results = await asyncio.gather(*(session.call(CHAT, counted_key(1)) for _ in range(8)))
     assert len({result.call_id for result in results}) == session.num_turns == 8
+
+
+async def test_a_failed_calls_client_may_repeat_its_retry(engine):
+    """Its first call fails; the answer of its second is lost on the way, which the service cannot see."""
+    engine.engine.faults.num_lost = 1
+    session = make_session(engine)
+    with pytest.raises(EngineLost):
+        await session.call(CHAT, counted_key(0))
+    first, second = [await session.call(CHAT, counted_key(count)) for count in (1, 2)]
+    assert first.call_id == second.call_id
+    assert session.num_turns == 1
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

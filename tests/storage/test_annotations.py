@@ -75,7 +75,7 @@ async def test_one_that_does_not_fit_is_refused_with_all_of_its_call(
 
 
 async def test_a_record_has_a_bounded_number(store: TrajectoryStore, home: StoreHome) -> None:
-    with pytest.raises(Conflict, match=f"g/0 has 0 annotations: {8 * MAX_OF_RECORD} more are beyond the bound"):
+    with pytest.raises(Conflict, match=f"g/0 has 0 annotations: {8 * MAX_OF_RECORD} more exceed the limit"):
         await store.annotate("r", [of(1, 1.0), *(of(0, float(number)) for number in range(8 * MAX_OF_RECORD))])
     assert home.execute("SELECT COUNT(*) FROM annotations") == [(0,)]
     await store.annotate("r", [of(0, float(number)) for number in range(MAX_OF_RECORD)])

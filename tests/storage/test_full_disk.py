@@ -208,7 +208,7 @@ async def test_an_owner_starts_on_a_full_disk_and_takes_orders(small_disk: Path)
         await store.cancel("r")
         await store.acknowledge("r", 1)
         assert store.is_full
-        with pytest.raises(StorageFull, match="make room"):
+        with pytest.raises(StorageFull, match="free disk space"):
             await store.add_records(encoded([make_trajectory("g", 5)]))
         assert await store.saved_state("orders", int) == owner
         assert (await store.terms("r")).is_cancelled

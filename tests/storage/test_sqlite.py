@@ -123,7 +123,7 @@ def test_a_file_of_another_kind_is_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="is not a test store"):
         open_database(Path(__file__), SCHEMA)
     open_database(path, SCHEMA).close()
-    with pytest.raises(InvalidRequest, match="a test store of version 4 only"):
+    with pytest.raises(InvalidRequest, match="only version 4 of a test store"):
         open_database(path, Schema("test store", 4, "", "NORMAL"))
 
 

@@ -172,7 +172,7 @@ async def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(newer) as db:
         db.execute("PRAGMA user_version=99")
     db.close()
-    with pytest.raises(InvalidRequest, match="has schema version 99, but this release reads"):
+    with pytest.raises(InvalidRequest, match="has schema version 99, but this release supports"):
         TrajectoryStore(newer)
 
 
@@ -349,7 +349,7 @@ async def test_a_text_with_a_nul_is_stored_or_refused_and_nothing_half(
         store.annotate("r", [SampleAnnotation(odd.group_id, 0, "\0", annotation_of(1.0))]),
     )
     for call in calls:
-        with pytest.raises(InvalidRequest, match=r"a text cannot be stored: .*NUL"):
+        with pytest.raises(InvalidRequest, match=r"the text cannot be stored: .*NUL"):
             await call
     with pytest.raises(NotFound):
         await store.counts("s")

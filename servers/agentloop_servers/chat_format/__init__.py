@@ -1,1 +1,1 @@
-"""The chat format of a model folder: its renderer and parser, chosen, built and tested as a config says."""
+"""The chat format of a model folder: selection, construction and self-test of its renderer and parser."""

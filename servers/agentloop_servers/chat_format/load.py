@@ -1,7 +1,7 @@
-"""Load the renderer and the parser of a model folder, by a service's `chat` settings, and test them.
+"""Loading of the renderer and the parser of a model folder, according to the `chat` settings of a service.
 
-Workers, the endpoint and `agentloop doctor` all come through here: what the doctor says of a folder is what a
-service does with it. Nothing is given out that has not passed its self-test.
+Workers, the endpoint and `agentloop doctor` use this module, so `doctor` reports exactly how a service treats a
+folder. Every returned chat format has passed its self-test.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ _log = structlog.stdlib.get_logger("chat_format")
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """One model's way from messages to ids and back: a parser that has passed its self-test with the renderer."""
+    """A model's conversion of messages to token ids and back: a renderer, and a parser that passed its
+    self-test."""
 
-    renderer: Renderer  # the one that was tested; without tools, where no parser reads their calls
+    renderer: Renderer  # rejects tools if no parser reads the model's calls
     parser: Parser
-    name: str  # of the parser
-    reason: str  # why it is this one
+    name: str  # the parser's name
+    reason: str  # why this parser was chosen
     test: SelfTest
 
 
 def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
-    """Build and test the chat format of a model folder, and log what it is.
+    """Build, test and log the chat format of a model folder.
 
-    Raises InvalidRequest for settings that name nothing, TemplateError for a template that cannot be used, and
-    ParserMismatch for a parser that does not read what the renderer writes.
+    Raises InvalidRequest for unknown names in the settings, TemplateError for an unusable template, and
+    ParserMismatch for a parser that does not parse the renderer's output.
     """
     chosen = load_parser(folder, settings, load_renderer(folder, settings))
     if settings.lenient and isinstance(chosen.parser, FormatParser):
@@ -75,36 +76,41 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
 
 
 def load_renderer(folder: Path, settings: ChatSettings) -> Renderer:
-    """Build the renderer that the settings name: ours, a registered one as KIND:FAMILY, or one by its import path.
+    """Build the configured renderer: the built-in one, a registered KIND:FAMILY, or one by import path.
 
     Raises InvalidRequest and TemplateError.
     """
-    given = _render_settings(settings)
+    render_settings = _render_settings(settings)
     name = settings.renderer
     if name == "template":
-        return TemplateRenderer.from_directory(folder, given)
+        return TemplateRenderer.from_directory(folder, render_settings)
     kind, _, family = name.partition(":")
     if parts.is_known(parts.RENDERERS, kind):
-        return cast(Renderer, parts.load(parts.RENDERERS, kind, param="renderer")(folder, family, given))
+        return cast(Renderer, parts.load(parts.RENDERERS, kind, param="renderer")(folder, family, render_settings))
     make = resolve(name, param="renderer")
     if not callable(make):
-        raise InvalidRequest(f"{name} is no function that makes a renderer", param="renderer")
-    try:
-        renderer: Any = make(folder, given)
-        is_renderer = callable(renderer.render) and callable(renderer.bridge) and renderer.facts is not None
-    except Exception as error:  # a user's code, which may raise anything
         raise InvalidRequest(
-            f"{name} makes no renderer: {type(error).__name__}: {error}", param="renderer"
+            f"chat.renderer {name} is not callable: expected a function (folder, settings) that returns a renderer",
+            param="renderer",
+        )
+    try:
+        renderer: Any = make(folder, render_settings)
+        is_renderer = callable(renderer.render) and callable(renderer.bridge) and renderer.facts is not None
+    except Exception as error:  # user code can raise any exception
+        raise InvalidRequest(
+            f"chat.renderer {name} did not return a renderer: {type(error).__name__}: {error}", param="renderer"
         ) from error
     if not is_renderer:
-        raise InvalidRequest(f"{name} makes no renderer: see agentloop.rendering.Renderer", param="renderer")
+        raise InvalidRequest(
+            f"chat.renderer {name} did not return a renderer: see agentloop.rendering.Renderer", param="renderer"
+        )
     return cast(Renderer, renderer)
 
 
 def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> ChatFormat:
-    """Choose the parser that the settings name, and test it. Raises InvalidRequest and ParserMismatch.
+    """Choose the parser according to the settings, and test it. Raises InvalidRequest and ParserMismatch.
 
-    Where the choice is free and no parser reads the model's calls, the model is taken without tools.
+    With `auto`, a model whose calls no parser reads is served without tools.
     """
     if settings.parser == NO_PARSER:
         return _without_tools(renderer, "it is configured")
@@ -123,7 +129,7 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
     try:
         name, derived = derived_parser(renderer)
         parser = derived if name == DERIVED else get_parser(name)
-        return _tested(parser, name, "it reads what the renderer writes", renderer)
+        return _tested(parser, name, "it parses the calls that the renderer writes", renderer)
     except ParserMismatch as mismatch:
         reason = mismatch.message
     return _without_tools(renderer, reason)
@@ -136,14 +142,14 @@ def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChatF
 def _without_tools(renderer: Renderer, reason: str) -> ChatFormat:
     facts = renderer.facts
     if facts.supports_tools:
-        objection = f"no parser reads its calls ({reason}); name one as chat.parser"
+        objection = f"no parser reads its calls ({reason}); set chat.parser to a parser that does"
         renderer = cast(Renderer, _WithoutTools(renderer, objection))
     parser, test = without_calls(renderer)
     return ChatFormat(renderer, parser, NO_PARSER, reason, test)
 
 
 class _WithoutTools:
-    """A renderer of plain chat: conversations with tools are refused, as their calls could not be read."""
+    """A renderer that rejects conversations with tools, because no parser reads the model's calls."""
 
     def __init__(self, renderer: Renderer, objection: str) -> None:
         self.facts = replace(renderer.facts, tools_objection=objection, tool_turns=None, user_turns=None)
@@ -179,8 +185,8 @@ def _parser(name: str, folder: Path) -> Parser:
         return cast(Parser, parts.load(parts.PARSERS, kind, param="parser")(folder, family))
     if kind == _REMOVED_KIND:
         raise InvalidRequest(
-            f"parser {name[:64]!r}: vLLM's parsers are not supported: use 'auto', which derives the format of"
-            " a template that no parser of ours reads, or an import path such as 'my_package.module:Parser'",
+            f"parser {name[:64]!r}: vLLM's parsers are not supported: use 'auto', which derives a parser from the"
+            " template if no built-in parser reads it, or an import path such as 'my_package.module:Parser'",
             param="parser",
         )
     return get_parser(name)
@@ -189,11 +195,11 @@ def _parser(name: str, folder: Path) -> Parser:
 def _render_settings(settings: ChatSettings) -> RenderSettings:
     template = settings.template
     file = None if template.file is None else located(template.file)
-    given = RenderSettings(
+    render_settings = RenderSettings(
         on_unstable=OnUnstable(settings.on_unstable_template),
         template_file=file,
         kwargs=template.kwargs,
         thinking=Thinking(settings.thinking),
         stop_tokens=tuple(settings.stop_tokens),
     )
-    return given if template.date is None else replace(given, date=template.date)
+    return render_settings if template.date is None else replace(render_settings, date=template.date)

@@ -1,1 +1,1 @@
-"""Hosts, the nodes of a Ray cluster, and Ray's own processes."""
+"""Hosts, the nodes of a Ray cluster, and the start of Ray's own processes."""

@@ -1,1 +1,1 @@
-"""The configuration of a service."""
+"""The configuration of a service: the models that validate its YAML file."""

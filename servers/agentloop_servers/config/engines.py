@@ -1,8 +1,8 @@
-"""The engines of a service, as its config describes them: one kind for all replicas, or a list of entries.
+"""The engine configuration of a service: one kind of engine for all replicas, or a list of engine pools.
 
-An entry is a kind of engine with its own settings, number of replicas and environment. vLLM and SGLang cannot share
-an environment, so an entry names its own: another Python, or what else Ray can make for its processes. All entries
-serve the service's one model, and report their logprobs in one mode, so that a trajectory may go on on any of them.
+An engine pool (`EngineEntry`) has a kind of engine, settings, a number of replicas and an environment. vLLM and
+SGLang cannot be installed in one environment, so a pool can name another Python or a Ray runtime environment. All
+pools serve the same model with the same logprobs mode, so that a trajectory can continue on any replica.
 """
 
 from __future__ import annotations
@@ -22,128 +22,138 @@ class _EngineModel(BaseModel):
 
 
 Staging = Literal["auto", "device", "host", "none"]
-"""Where new weights wait for their commit; auto: the device's memory if they fit, else the host's, else none."""
+"""Staging device of new weights until their commit; auto: device memory if they fit, else host memory, else
+none."""
 
 Quantization = Literal["fp8", "fp8_per_channel", "fp8_per_block"]
-"""The scales of FP8 weights: one for a layer, one for each output channel, one for each block of 128 x 128."""
+"""Granularity of the FP8 scales: one per layer, per output channel, or per block of 128 x 128."""
 
 OWN_KINDS = ("vllm", "simulated")
-"""The kinds of engines that the core has; optional parts register others."""
+"""The built-in kinds of engines; packages can register others."""
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The adapter ranks that vLLM has kernels for."""
 
 
 class SpeculativeSettings(_EngineModel):
-    """Speculative decoding: the model verifies several draft tokens (n-grams) a step: docs/guides/engines.md."""
+    """Speculative decoding: the model verifies several n-gram draft tokens per step. See docs/guides/engines.md."""
 
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
-    """Draft tokens of a request in one step."""
+    """Draft tokens per request and step."""
     max_running: Annotated[int, Field(ge=1)] = 32
-    """Running requests up to which a step has drafts."""
+    """Maximum number of running requests for which a step uses drafts."""
 
 
 class EngineConfig(_EngineModel):
-    """One engine replica: a tensor-parallel group, or `data_parallel_size` of them as one gang."""
+    """One engine replica: a tensor-parallel group, or a gang of `data_parallel_size` such groups."""
 
     kind: str = "vllm"
     """`vllm`, `sglang` or `simulated`."""
     device: Literal["cpu", "cuda"] = "cuda"
     """`cuda` or `cpu`."""
     dtype: str = "bfloat16"
-    """The type of weights and KV."""
+    """Data type of the weights and the KV cache."""
     quantization: Quantization | None = None
-    """`fp8`, `fp8_per_channel` or `fp8_per_block`: weights are quantised when loaded; vLLM only (engines.md)."""
+    """`fp8`, `fp8_per_channel` or `fp8_per_block`: quantize weights at load; vLLM only (engines.md)."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """The type of KV; `auto`: that of weights."""
+    """Data type of the KV cache; `auto`: the type of the weights."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy`: random weights, and no traffic until the first push."""
+    """`dummy`: start with random weights, and accept no traffic until the first push."""
     max_context_tokens: int | None = None
-    """The longest context; left out: what the model's config.json says."""
+    """Maximum context length in tokens. Default: from the model's config.json."""
     max_running: Annotated[int, Field(ge=1)] | None = None
-    """Requests that one engine runs at once; left out: 512 on a GPU, else 256."""
+    """Maximum number of running requests per engine. Default: 512 on a GPU, otherwise 256."""
     max_step_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of the largest step, of decodes and prefill; vLLM only; left out: 2,048 or twice `max_running`."""
+    """Maximum decode and prefill tokens per step; vLLM only. Default: twice `max_running`, at least 2,048."""
     max_graph_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of the largest step that runs as a CUDA graph; vLLM only; left out: four times `max_running`."""
+    """Maximum tokens of a step that runs as a CUDA graph; vLLM only. Default: four times `max_running`."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """The order of requests that wait in the engine; `priority` alone serves `priority` of calls."""
+    """Order of waiting requests in the engine; the `priority` of calls requires `priority`."""
     block_size: Annotated[int, Field(ge=1)] = 32
-    """Tokens of a KV block (SGLang: a page); on CPU vLLM's is a multiple of 32."""
+    """Tokens per KV block (SGLang: page); vLLM on CPU requires a multiple of 32."""
     kv_cache_mib: Annotated[int, Field(ge=1)] | None = None
-    """The size of the KV cache; required on CPU."""
+    """Size of the KV cache in MiB; required on CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """The share of a GPU's memory that the engine takes."""
+    """Fraction of a GPU's memory that the engine uses."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """GPUs that share each layer."""
+    """Number of GPUs over which each layer is split."""
     hosts: Annotated[int, Field(ge=1)] = 1
-    """Nodes over which each replica's GPUs are spread evenly; vLLM only: docs/guides/cluster.md."""
+    """Number of nodes over which the GPUs of a replica are spread evenly; vLLM only. See docs/guides/cluster.md."""
     accelerator_type: str | None = None
-    """The GPUs of its nodes, by Ray's name, as `H100`; left out: any."""
+    """GPU type of the nodes, by Ray's name, for example `H100`. Default: any."""
     labels: dict[str, str] = {}
-    """Ray's labels of its nodes, as `ray start --labels zone=a` sets them: docs/guides/cluster.md."""
+    """Required Ray node labels, as set by `ray start --labels zone=a`. See docs/guides/cluster.md."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Tensor-parallel groups in one gang; a dense model is better served by more replicas."""
+    """Number of tensor-parallel groups in one gang; for a dense model, use more replicas instead."""
     expert_parallel: bool = False
-    """Spread experts over the whole gang; mixture-of-experts models only."""
+    """Distribute experts over the complete gang; mixture-of-experts models only."""
     weight_staging: Staging | None = None
-    """The place where new weights wait for their commit; left out: `auto`, in hybrid mode `none`."""
+    """Where new weights are staged until their commit. Default: `auto`, in hybrid mode `none`."""
     lora_rank: LoraRank | None = None
-    """The largest rank of an adapter; left out: no adapters."""
+    """Maximum rank of an adapter. Default: adapters are not supported."""
     max_loras: Annotated[int, Field(ge=1)] | None = None
-    """Adapters served by name beside the base; left out: one adapter, which is the policy."""
+    """Number of adapters served by name, in addition to the base. Default: one adapter, which is the policy."""
     stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """The time of a push, from the connection to the last byte."""
+    """Timeout of a push, from the connection to the last byte."""
     commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """The time of a commit."""
+    """Timeout of a commit."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """The time of a start, with loading and compiling; then it is started again."""
+    """Timeout of an engine start, including loading and compilation; the engine is then started again."""
     stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """The time without a step while requests run; then it is restarted."""
+    """Maximum time without a step while requests are running; the engine is then restarted."""
     report_interval_s: Annotated[float, Field(gt=0, le=5)] = 2.0
-    """Seconds between reports of turns under way; a crash loses as much."""
+    """Seconds between progress reports of running turns; a crash loses the tokens since the last report."""
     report_tokens: Annotated[int, Field(ge=1)] = 256
-    """Tokens between such reports, where they come sooner."""
+    """Tokens after which a running turn is reported before `report_interval_s` has passed."""
     speculative: SpeculativeSettings | None = None
-    """Speculative decoding where few requests run; vLLM only; left out: none."""
+    """Speculative decoding while few requests run; vLLM only. Default: off."""
     enforce_eager: bool = False
-    """Run without CUDA graphs and compilation; always so on CPU."""
+    """Disable CUDA graphs and compilation; always disabled on CPU."""
     batch_invariant: bool = False
-    """A context has the same logits in whatever batch, at some cost in speed; GPUs only."""
+    """Compute the same logits for a context in every batch, at some cost in speed; GPUs only."""
     logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"
     """The distribution of logprobs: `sampled`, `raw` or `both` (distribution.md)."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
-    """Threads of an engine process; left out: on CPU 1, on CUDA many while it loads, then 1."""
+    """Threads of an engine process. Default: 1 on CPU; on CUDA many during loading, then 1."""
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs that Ray reserves for a replica, on each of its hosts."""
+    """CPUs that Ray reserves for a replica on each of its hosts."""
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The share of a GPU that Ray reserves; the rest is for others on the same Ray."""
+    """Fraction of a GPU that Ray reserves; the rest stays available to other users of the Ray cluster."""
     allow_untested: bool = False
-    """Start a newer version of the engine than the tested ones, with a warning; otherwise it is refused."""
+    """Start engine versions that are newer than the tested ones, with a warning, instead of refusing them."""
     settings: dict[str, JsonValue] = {}
-    """Settings of a `kind` that a package registers, in addition to these: its page lists them."""
+    """Additional settings of a `kind` that a package registers; see the package's page."""
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
         is_cpu_vllm = self.kind == "vllm" and self.device == "cpu"
         if is_cpu_vllm and self.kv_cache_mib is None:
-            raise ValueError("kv_cache_mib is required on device cpu: vLLM would take most of the memory")
+            raise ValueError("kv_cache_mib is required on device cpu: vLLM would reserve most of the memory")
         if is_cpu_vllm and self.block_size % 32:
-            raise ValueError(f"block_size on device cpu is a multiple of 32, not {self.block_size}")
+            raise ValueError(f"block_size on device cpu must be a multiple of 32, not {self.block_size}")
         if self.quantization is not None:
             self._check_quantization()
         if self.batch_invariant and not self.on_gpu:
-            raise ValueError("batch_invariant is for vLLM and SGLang on GPUs")
+            raise ValueError(
+                "batch_invariant is supported by vLLM and SGLang on GPUs only, not by"
+                f" {self.kind} on device {self.device}"
+            )
         if self.expert_parallel and self.num_workers == 1:
-            raise ValueError("expert_parallel needs a tensor_parallel_size or data_parallel_size above 1")
+            raise ValueError("expert_parallel requires a tensor_parallel_size or data_parallel_size above 1")
         if self.gpu_share < 1 and self.num_workers > 1:
-            raise ValueError("gpu_share is for replicas of one GPU: Ray shares no others")
+            raise ValueError(
+                f"gpu_share {self.gpu_share:g} requires a replica with one GPU, not {self.num_workers}: Ray can"
+                " reserve a fraction of one GPU only"
+            )
         if self.kind != "vllm" and (self.max_step_tokens or self.max_graph_tokens):
             raise ValueError(
-                "max_step_tokens and max_graph_tokens are vLLM's: SGLang decodes in steps of their own"
+                "max_step_tokens and max_graph_tokens are supported by vLLM only: SGLang runs decode and prefill in"
+                " separate steps"
             )
         if self.kind in OWN_KINDS and self.settings:
-            raise ValueError(f"settings: the kind {self.kind} has none")
+            raise ValueError(
+                f"settings: the kind {self.kind} has no additional settings: remove {list(self.settings)}"
+            )
         if self.kind not in OWN_KINDS:
             self._check_registered()
         if self.max_loras is not None:
@@ -155,7 +165,8 @@ class EngineConfig(_EngineModel):
         return self
 
     def registered(self) -> tuple[Any, dict[str, BaseModel]]:
-        """Return the registered kind, and its own settings as an argument. Raises InvalidRequest."""
+        """Return the registered engine kind, and its validated settings as keyword arguments. Raises
+        InvalidRequest."""
         return parts.configured(parts.ENGINES, self.kind, self.settings, param="kind")
 
     def _check_registered(self) -> None:
@@ -168,175 +179,189 @@ class EngineConfig(_EngineModel):
     def _check_quantization(self) -> None:
         if self.kind != "vllm":
             raise ValueError(
-                "quantization is for vLLM: SGLang quantises at its first load only, and takes no update"
+                f"quantization is supported by vLLM only, not by {self.kind}: SGLang quantizes only at its first"
+                " load, so it could not receive weight updates"
             )
         if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"quantization is of bfloat16 or float16 weights, not of {self.dtype}")
+            raise ValueError(f"quantization requires dtype bfloat16 or float16, not {self.dtype}")
         if self.device == "cpu" and self.quantization != "fp8_per_channel":
-            raise ValueError(f"quantization {self.quantization} has no kernel on device cpu: fp8_per_channel has")
+            raise ValueError(f"quantization {self.quantization} has no kernel on device cpu: use fp8_per_channel")
 
     def _check_max_loras(self) -> None:
         if self.lora_rank is None:
-            raise ValueError("max_loras needs a lora_rank, the largest of the adapters")
+            raise ValueError("max_loras requires lora_rank, the maximum rank of the adapters")
         if self.load_format == "dummy":
-            raise ValueError("max_loras needs load_format auto: the base weights never change")
+            raise ValueError("max_loras requires load_format auto: base weights are never pushed to such engines")
 
     def _check_speculative(self, speculative: SpeculativeSettings) -> None:
         if self.kind != "vllm":
             raise ValueError(
-                "speculative is vLLM's: SGLang verifies drafts beside the sampler that gives exact logprobs"
+                "speculative is supported by vLLM only: SGLang verifies drafts outside of the sampler that returns"
+                " exact logprobs"
             )
         if self.data_parallel_size > 1:
-            raise ValueError("speculative takes no data_parallel_size: vLLM drops speculative.max_running there")
+            raise ValueError(
+                f"speculative requires data_parallel_size 1, not {self.data_parallel_size}: vLLM ignores"
+                " speculative.max_running with data parallelism"
+            )
 
     def _check_hosts(self) -> None:
         if self.kind != "vllm":
-            raise ValueError(f"hosts above 1 are for vLLM: a {self.kind} engine is on one host")
+            raise ValueError(f"hosts above 1 is supported by vLLM only: a {self.kind} engine runs on one host")
         if self.data_parallel_size > 1 or self.expert_parallel:
             raise ValueError(
-                "hosts above 1 take no data_parallel_size or expert_parallel: neither is proven over several hosts"
+                "hosts above 1 does not support data_parallel_size above 1 or expert_parallel: neither is tested on"
+                " several hosts"
             )
         if self.lora_rank is not None:
-            raise ValueError("hosts above 1 take no lora_rank: an adapter is read on one host")
+            raise ValueError("hosts above 1 does not support lora_rank: adapter files are read on one host only")
         if self.tensor_parallel_size % self.hosts:
             raise ValueError(
-                f"hosts divide tensor_parallel_size: {self.tensor_parallel_size} ranks are not spread evenly over"
-                f" {self.hosts} hosts"
+                f"tensor_parallel_size must be a multiple of hosts: {self.tensor_parallel_size} ranks cannot be"
+                f" spread evenly over {self.hosts} hosts"
             )
         if not self.on_gpu and self.num_cpus == 0:
-            raise ValueError("hosts above 1 on device cpu need num_cpus above 0: Ray spreads nothing by nothing")
+            raise ValueError(
+                "hosts above 1 on device cpu requires num_cpus above 0: Ray needs a resource to spread over nodes"
+            )
 
     @property
     def num_workers(self) -> int:
-        """Processes that hold weights, and on CUDA the GPUs of a replica."""
+        """The number of processes that hold weights; on CUDA also the number of GPUs of a replica."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def node_labels(self) -> dict[str, str]:
-        """Labels that each node of a replica has."""
+        """The labels that each node of a replica must have."""
         return self.labels | ({"ray.io/accelerator-type": self.accelerator_type} if self.accelerator_type else {})
 
     @property
     def on_gpu(self) -> bool:
-        """Tell if the engine computes on GPUs."""
+        """True if the engine runs on GPUs."""
         return self.kind != "simulated" and self.device == "cuda"
 
     @property
     def num_seats(self) -> int:
-        """Requests that one engine runs at once."""
+        """The maximum number of running requests per engine."""
         return self.max_running or (512 if self.on_gpu else 256)
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of the largest step: a decode of every seat, and as much prefill or more."""
+        """The maximum number of tokens per step: one decode token per running request, and at least as much
+        prefill."""
         return self.max_step_tokens or max(2048, 2 * self.num_seats)
 
     @property
     def graph_tokens(self) -> int:
-        """Tokens of the largest step that runs as a CUDA graph: decodes, and the prefill of new turns.
-
-        In a steady state nearly every step has some prefill. With 512 seats, graphs of 512, 1,024 and 2,048 tokens
-        gave 12,000, 15,200 and 17,100 tokens a second (`tests/benchmarks/RESULTS.md`).
-        """
+        """The maximum number of tokens of a step that runs as a CUDA graph: decode tokens and prefill of new
+        turns."""
+        # In steady state nearly every step has some prefill. With 512 running requests, graphs of 512, 1,024 and
+        # 2,048 tokens gave 12,000, 15,200 and 17,100 tokens/s (`tests/benchmarks/RESULTS.md`).
         return self.max_graph_tokens or min(self.step_tokens, 4 * self.num_seats)
 
 
 class EngineEnvironment(_EngineModel):
-    """The environment of an entry's processes, where it is not the service's own.
+    """The environment of an engine pool's processes, if it differs from the service's.
 
-    Ray starts the replicas with `py_executable`, and makes what `runtime_env` says (`env_vars`, for one). The
-    Python must have the service's minor version, and the same Ray and agentloop: see docs/guides/engines.md.
+    Ray starts the replicas with `py_executable` and applies `runtime_env` (for example `env_vars`). The Python must
+    have the service's minor version, and the same versions of Ray and agentloop. See docs/guides/engines.md.
     """
 
     py_executable: str | None = None
-    """The command of another environment's Python."""
+    """Command that starts the other environment's Python."""
     runtime_env: dict[str, JsonValue] = {}
-    """A runtime environment, as Ray takes it."""
+    """A Ray runtime environment."""
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
         if self.py_executable is None and not self.runtime_env:
-            raise ValueError("an environment has a py_executable, a runtime_env, or both")
+            raise ValueError("environment is empty: set py_executable, runtime_env, or both")
         if self.py_executable is not None and not self.py_executable.strip():
-            raise ValueError("py_executable is empty")
+            raise ValueError("py_executable is empty: give the command that starts Python, or remove the key")
         if "py_executable" in self.runtime_env:
-            raise ValueError("py_executable stands beside runtime_env, not in it")
+            raise ValueError("py_executable is a key of environment, next to runtime_env, not inside it")
         variables = self.runtime_env.get("env_vars", {})
         if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
-            raise ValueError("env_vars of a runtime_env are strings by name")
+            raise ValueError("env_vars of runtime_env must map names to strings")
         return self
 
     @property
     def env_vars(self) -> dict[str, str]:
-        """The environment variables that its processes get."""
+        """The environment variables of the pool's processes."""
         variables = self.runtime_env.get("env_vars", {})
         return {name: str(value) for name, value in variables.items()} if isinstance(variables, dict) else {}
 
 
 class EngineEntry(EngineConfig):
-    """One kind of replicas of a service, with its name, which their ids begin with."""
+    """An engine pool: replicas of one kind with a common name."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")] = ""
-    """The name that its replicas' ids begin with; left out: its kind."""
+    """Prefix of the pool's replica ids. Default: `kind`."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """Replicas of this kind; with `max_replicas` the least."""
+    """Number of replicas; with `max_replicas` the minimum."""
     max_replicas: Annotated[int, Field(ge=1)] | None = None
-    """The most replicas: up to it their number follows the work; left out: it is fixed."""
+    """Maximum number of replicas: their number follows the load. Default: the number is fixed."""
     environment: EngineEnvironment | None = None
-    """The environment of its processes; left out: the service's own."""
+    """Environment of the pool's processes. Default: the service's environment."""
     withheld: list[Feature] = []
-    """Features that its engine has and that are not used."""
+    """Features of the engine that the service must not use."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_model(cls, given: object) -> object:
         if isinstance(given, dict) and ("model" in given or "tokenizer" in given):
-            raise ValueError("an entry has no model of its own: all engines serve the service's `model`")
+            raise ValueError(
+                "an engine pool has no `model` or `tokenizer`: all engines serve the service's `model`"
+            )
         return given
 
     @model_validator(mode="after")
     def _name_it(self) -> Self:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ValueError("max_replicas is less than replicas")
+            raise ValueError(f"max_replicas {self.max_replicas} is less than replicas {self.replicas}")
         if not self.name:
-            object.__setattr__(self, "name", self.kind)  # frozen, and complete only now
+            object.__setattr__(self, "name", self.kind)  # the model is frozen, and the default is known only now
         return self
 
 
 def check_entries(entries: Sequence[EngineEntry]) -> None:
-    """Raise ValueError, naming the entry, for entries that cannot serve one model together."""
+    """Raise ValueError, naming the engine pool, if the pools cannot serve one model together."""
     first = entries[0]
     for number, entry in enumerate(entries):
         if any(other.name == entry.name for other in entries[:number]):
-            raise ValueError(f"two engines are named {entry.name}: give each a `name` of its own")
+            raise ValueError(f"two engines are named {entry.name}: give each a unique `name`")
         if entry.logprobs_mode != first.logprobs_mode:
             raise ValueError(
-                f"engine {entry.name} reports logprobs as {entry.logprobs_mode} and {first.name} as"
-                f" {first.logprobs_mode}: a trajectory may go on on either"
+                f"engine {entry.name} has logprobs_mode {entry.logprobs_mode} and {first.name}"
+                f" {first.logprobs_mode}: it must be equal, because a trajectory can continue on either"
             )
         if entry.quantization != first.quantization:
             raise ValueError(
                 f"engine {entry.name} has quantization {entry.quantization} and {first.name} {first.quantization}:"
-                " a trajectory may go on on either"
+                " it must be equal, because a trajectory can continue on either"
             )
         if (entry.lora_rank is None) != (first.lora_rank is None):
             raise ValueError(
-                f"of the engines {first.name} and {entry.name} one has a lora_rank: an adapter is served by all"
+                f"only one of the engines {first.name} and {entry.name} has a lora_rank: all engines must serve an"
+                " adapter"
             )
         if entry.max_loras != first.max_loras:
             raise ValueError(
-                f"engine {entry.name} has max_loras {entry.max_loras} and {first.name} {first.max_loras}: all serve"
-                " the same adapters"
+                f"engine {entry.name} has max_loras {entry.max_loras} and {first.name} {first.max_loras}: all"
+                " engines must serve the same adapters"
             )
         if (entry.kind == "simulated") != (first.kind == "simulated"):
-            raise ValueError(f"of the engines {first.name} and {entry.name} one is simulated: it has no model")
+            raise ValueError(
+                f"only one of the engines {first.name} and {entry.name} is simulated: a simulated engine does not"
+                " run the model"
+            )
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KvLayout(Protocol):
-    """The fields of an engine's configuration that decide how large a token's KV is."""
+    """The fields of an engine's configuration that determine the KV size of a token."""
 
     @property
     def dtype(self) -> str: ...
@@ -347,9 +372,9 @@ class KvLayout(Protocol):
 
 
 def kv_bytes_per_token(layout: KvLayout, document: Mapping[str, Any]) -> int:
-    """Return the bytes of one token's KV in one worker's cache, for a model whose layers all keep it.
+    """Return the KV bytes of one token in one worker, for a model with full attention in all layers.
 
-    `document` is the model's config.json. Raises CheckpointUnreadable if it does not give the sizes.
+    `document` is the model's config.json. Raises CheckpointUnreadable if it lacks the sizes.
     """
     try:
         sizes = document.get("text_config", document)
@@ -358,7 +383,9 @@ def kv_bytes_per_token(layout: KvLayout, document: Mapping[str, Any]) -> int:
         head_dim = int(sizes.get("head_dim") or sizes["hidden_size"] // num_heads)
         num_layers = int(sizes["num_hidden_layers"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointUnreadable("config.json does not say how large a token's KV is", param="model") from error
+        raise CheckpointUnreadable(
+            f"the KV size of a token cannot be computed from config.json: {error!r}", param="model"
+        ) from error
     num_own = max(1, num_kv_heads // layout.tensor_parallel_size)
     value_bytes = 1 if layout.kv_cache_dtype == "fp8" else DTYPE_BYTES[layout.dtype]
     return 2 * num_layers * num_own * head_dim * value_bytes

@@ -1,7 +1,7 @@
-"""ServiceConfig: the one description of a service, in YAML; and the directory of a run.
+"""ServiceConfig, the configuration of a service in YAML, and the files of a run directory.
 
-`serve deploy FILE` and `agentloop serve` read the same file: it is a Ray Serve config whose application arguments
-are this model.
+`serve deploy FILE` and `agentloop serve` read the same file: a Ray Serve config whose application arguments are
+this model. Unknown and removed keys are rejected.
 """
 
 from __future__ import annotations
@@ -49,80 +49,83 @@ from agentloop_servers.config.engines import (
 )
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-"""Where relative paths of a config are looked for when the working directory has no such path."""
+"""The folder in which relative paths are resolved if they do not exist in the working directory."""
 
 IMPORT_PATH = "agentloop_servers.app:build"
-"""What a Serve config names as its application."""
+"""The `import_path` of the application in a Serve config."""
 
 _getenv = ctypes.CDLL(None).getenv
 _getenv.restype = ctypes.c_void_p
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the names that the architectures use
 
 
-_ONLY_NGRAMS = "remove it: drafts are always n-grams, since a draft model does not follow the policy"
-_OF_SGLANG = "with `kind: sglang` it is `settings.attention_backend`"
+_ONLY_NGRAMS = "delete the key (drafts are always n-grams: a draft model would not follow weight updates)"
+_OF_SGLANG = "with `kind: sglang` use `settings.attention_backend`"
 _REMOVED: Mapping[str, str] = {
-    "balancer.order": "groups go out by `age`",
-    "balancer.retention": "a holder at a long tool gives its room to others while they wait for it",
-    "balancer.step_times": "work is spread by the KV that each replica has",
+    "balancer.order": "delete the key (groups are dispatched by `age`)",
+    "balancer.retention": "delete the key (a long tool call releases its capacity while others wait)",
+    "balancer.step_times": "delete the key (work is distributed by the KV capacity of each replica)",
     "engine.attention_backend": _OF_SGLANG,
     "engine.speculative.method": _ONLY_NGRAMS,
     "engine.speculative.model": _ONLY_NGRAMS,
-    "engine.tells_cache": "engines publish no KV events",
+    "engine.tells_cache": "delete the key (engines publish no KV events)",
     "engines.attention_backend": _OF_SGLANG,
     "engines.speculative.method": _ONLY_NGRAMS,
     "engines.speculative.model": _ONLY_NGRAMS,
-    "engines.step_times": "work is spread by the KV that each replica has",
-    "engines.tells_cache": "engines publish no KV events",
-    "log": "use `logrotate` or a similar program to bound the size of `service.log`",
-    "updates.consistency": "replicas switch one by one, and all together where `engine.weight_staging` is none",
+    "engines.step_times": "delete the key (work is distributed by the KV capacity of each replica)",
+    "engines.tells_cache": "delete the key (engines publish no KV events)",
+    "log": "use `logrotate` or a similar program to limit the size of `service.log`",
+    "updates.consistency": (
+        "delete the key (replicas swap weights one by one, or all at once if `engine.weight_staging` is none)"
+    ),
 }
-"""Why a removed key is refused: its successor, or the reason why it has none."""
+"""The instructions in the error for each removed key."""
 
 
 class _Strict(BaseModel):
-    # An error's text would have the input, of which `store` may have a password.
+    # Validation errors must not include the input: `store` may contain a password.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
 class Mode(StrEnum):
-    """Ownership of the accelerators, and the source of weights."""
+    """The owner of the accelerators, and the source of weights."""
 
-    STANDALONE = "standalone"  # engines own theirs; a trainer elsewhere pushes weights
-    HYBRID = "hybrid"  # shared with a trainer: engines sleep while it trains, and take its weights on waking
-    COLOCATED = "colocated"  # shared, weights never change: judge and reward models sleep and wake
-    DEBUG = "debug"  # weights from a checkpoint, no trainer; an operator may load another directory by hand
+    STANDALONE = "standalone"  # engines have their own accelerators; a trainer elsewhere pushes weights
+    HYBRID = "hybrid"  # shared with a trainer: engines sleep while it trains, and receive its weights after waking
+    COLOCATED = "colocated"  # shared, constant weights: judge and reward models sleep and wake
+    DEBUG = "debug"  # weights from a checkpoint, no trainer; an operator can load another directory manually
 
 
 class TemplateSettings(_Strict):
-    """The chat template, and what it is given with every rendering."""
+    """The chat template and its variables."""
 
     file: str | None = None
-    """A Jinja file in place of the model folder's template."""
+    """A Jinja file that replaces the model folder's template."""
     kwargs: dict[str, JsonValue] = {}
-    """Variables that the template is given, as `enable_thinking`; a request's own go before them."""
+    """Template variables, for example `enable_thinking`; a request's own variables take precedence."""
     date: datetime.date | None = None
-    """The day that a template is told; left out: always 2025-01-01."""
+    """The current date in the template. Default: always 2025-01-01."""
 
 
 class ChatSettings(_Strict):
-    """Rendering and parsing of messages, for workers and the endpoint. See docs/guides/models.md."""
+    """Rendering and parsing of messages, in workers and the endpoint. See docs/guides/models.md."""
 
     renderer: str = "template"
     """`template`, `renderers:FAMILY` of the package renderers, or an import path."""
     parser: str = "auto"
-    """`auto`, a name of ours, `none`, `renderers:FAMILY`, or an import path."""
+    """`auto`, a built-in parser, `none`, `renderers:FAMILY`, or an import path."""
     lenient: bool = False
-    """Read what vLLM and SGLang forgive too, calls without arguments and lists of calls; records say so."""
+    """Also parse malformed calls that vLLM and SGLang accept: calls without arguments, lists of calls. Records say
+    so."""
     template: TemplateSettings = TemplateSettings()
     """The chat template."""
     thinking: Literal["keep", "template"] = "keep"
-    """Earlier thoughts at a user's message: kept, or treated as the template does."""
+    """Reasoning of earlier turns when a user message follows: `keep` it, or let the `template` decide."""
     stop_tokens: list[str] = []
-    """The tokens that end a turn, in place of those that the model folder declares."""
+    """Tokens that end a turn, instead of the tokens that the model folder declares."""
     on_unstable_template: Literal["raise", "fork"] = "fork"
-    """Where turns cannot be bridged: refuse to start, or fork the path."""
+    """If a turn cannot extend the previous tokens: refuse to start (`raise`), or start a new branch (`fork`)."""
 
 
 ModuleName = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
@@ -132,197 +135,204 @@ class WorkerSettings(_Strict):
     """The agent-loop workers."""
 
     replicas: Annotated[int, Field(ge=1)] | None = None
-    """Worker processes; left out: 1, or on GPUs by the number of engines and CPUs."""
+    """Number of worker processes. Default: 1, or on GPUs computed from the number of engines and CPUs."""
     capacity: Annotated[int, Field(ge=1)] | None = None
-    """Trajectories that one worker runs at once; left out: 256, or on GPUs twice the engines' seats."""
+    """Maximum number of running trajectories per worker. Default: 256, or on GPUs twice the engines'
+    `max_running`."""
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """The time of one turn."""
+    """Timeout of one turn."""
     max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0
-    """The time that a trajectory may stand without a replica, or frozen."""
+    """Maximum total time that a trajectory waits without an available replica, or frozen in a pause."""
     isolation: str = "none"
-    """`process`: each trajectory has a process, and user code harms its own trajectory only. Packages may register
-    others."""
+    """`process`: run each trajectory in its own process, so that user code can harm only its own trajectory.
+    Packages can register other values."""
     max_processes: Annotated[int, Field(ge=1)] = 32
-    """With isolation: the trajectories that a worker runs at once."""
+    """With isolation: maximum number of running trajectories per worker."""
     tools: dict[str, str] = {}
-    """Tools in addition to the default ones: name to registered name (`shell`) or import path."""
+    """Tools in addition to the default ones: maps a name to a registered name (`shell`) or an import path."""
     allowed_imports: list[ModuleName] | None = None
-    """The modules that tasks may name; left out: none where users have keys, else any."""
+    """Modules that tasks may import. Default: none if users have keys, otherwise any."""
     silent_after_s: Annotated[float, Field(ge=5)] = 15.0
-    """The silence after which a worker is lost."""
+    """Time without a heartbeat after which a worker is lost."""
     cut_after_s: Annotated[float, Field(ge=2)] = 3.0
-    """The same, after its connection broke; at most half of `silent_after_s`."""
+    """Time after which a worker with a broken connection is lost; at most half of `silent_after_s`."""
 
     @model_validator(mode="after")
     def _check_silence(self) -> Self:
         if self.cut_after_s > self.silent_after_s / 2:
-            raise ValueError("cut_after_s is at most half of silent_after_s")
+            raise ValueError(
+                f"cut_after_s must be at most half of silent_after_s {self.silent_after_s:g}, not"
+                f" {self.cut_after_s:g}"
+            )
         return self
 
     def imports(self, *, has_user_keys: bool) -> AllowedImports:
-        """Return what tasks may import: what the operator lists, else nothing where users have keys."""
+        """Return the modules that tasks may import: `allowed_imports`, or by default none if users have keys."""
         if self.allowed_imports is None:
             return AllowedImports(() if has_user_keys else None)
         return AllowedImports(tuple(self.allowed_imports))
 
     @property
     def num_at_once(self) -> int:
-        """Trajectories that one worker runs at once; with isolation each has a process."""
+        """The maximum number of running trajectories per worker; with isolation each has its own process."""
         capacity = self.capacity or 256
         return capacity if self.isolation == "none" else min(capacity, self.max_processes)
 
 
 class KeysConfig(_Strict):
-    """Environment variables that hold bearer keys. Both are optional on loopback and required beyond it."""
+    """The names of the environment variables with bearer keys. Keys are optional on loopback, otherwise
+    required."""
 
     user_key_env: str = "AGENTLOOP_KEY"
-    """The environment variable with the users' key."""
+    """Environment variable with the users' key."""
     admin_key_env: str = "AGENTLOOP_ADMIN_KEY"
-    """The environment variable with the admin key."""
+    """Environment variable with the admin key."""
     metrics_key_env: str = "AGENTLOOP_METRICS_KEY"
-    """The environment variable with a key that opens `GET /metrics` alone; the admin key does too."""
+    """Environment variable with a key for `GET /metrics` only; the admin key is also accepted there."""
 
     def hide(self) -> dict[str, str]:
-        """Take the keys out of this process's environment, and so out of those that it starts; return them.
-
-        They are overwritten too in the memory that `/proc/PID/environ` shows.
-        """
+        """Remove the keys from this process's environment, so that child processes do not inherit them. Return
+        them."""
         names = (self.user_key_env, self.admin_key_env, self.metrics_key_env)
-        taken = {name: os.environ[name] for name in names if name in os.environ}
-        for name in taken:
-            if (place := _getenv(name.encode())) is not None:
-                ctypes.memset(place, 0, len(ctypes.string_at(place)))
+        keys = {name: os.environ[name] for name in names if name in os.environ}
+        for name in keys:
+            # `del` does not clear the initial environment block, which `/proc/PID/environ` shows: overwrite it.
+            if (address := _getenv(name.encode())) is not None:
+                ctypes.memset(address, 0, len(ctypes.string_at(address)))
             del os.environ[name]
-        return taken
+        return keys
 
 
 class TlsSettings(_Strict):
-    """The certificate chain and the key, in PEM files, by which the public port speaks TLS."""
+    """The certificate chain and private key of the public port, as PEM files."""
 
     cert: str
-    """The certificate chain, a PEM file."""
+    """Path of the certificate chain, a PEM file."""
     key: str
-    """The private key, a PEM file."""
+    """Path of the private key, a PEM file."""
 
     def check(self) -> None:
-        """Raise InvalidRequest if no server could use them."""
+        """Raise InvalidRequest if a server cannot load the files."""
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.cert, self.key)
-        except OSError as error:  # an SSLError too
-            raise InvalidRequest(f"tls: {self.cert} with {self.key}: {error}", param="tls") from error
+        except OSError as error:  # includes SSLError
+            raise InvalidRequest(
+                f"tls: cannot load certificate {self.cert} with key {self.key}: {error}", param="tls"
+            ) from error
 
 
 class ClusterTlsSettings(TlsSettings):
-    """The certificates of private connections, in PEM files at the same paths on every node."""
+    """The certificates of private connections, as PEM files at the same paths on every node."""
 
     cert: str
-    """The certificate chain of the node, which names its address."""
+    """Path of the node's certificate chain, which must name the node's address."""
     ca: str
-    """The authority that has signed the certificates of all nodes."""
+    """Path of the certificate authority that signed the certificates of all nodes."""
 
 
 class EndpointSettings(_Strict):
     """The chat endpoint of each ingress process."""
 
     model_name: str | None = None
-    """The model's name for clients; left out: its folder's name."""
+    """The model's name for clients. Default: the name of the model's folder."""
     max_sessions: Annotated[int, Field(ge=1)] = 20_000
-    """Open sessions of one user in one ingress process; the next one gets 429."""
+    """Maximum number of open sessions per user and ingress process; more are rejected with 429."""
     max_resident_mib: Annotated[int, Field(ge=1)] = 512
-    """Memory of sessions; beyond it idle ones are on disk alone."""
+    """Maximum memory of sessions; when exceeded, idle sessions are moved to disk."""
     session_ttl_s: Annotated[float, Field(gt=0)] = 3600.0
-    """The time that a session lives without use."""
+    """Time after which an unused session expires."""
     max_open_calls: Annotated[int, Field(ge=1)] = 4096
-    """Calls under way in one ingress process; the next one gets 429."""
+    """Maximum number of running calls per ingress process; more are rejected with 429."""
     score_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The share of the engines' time that scores may take while other calls run; below 1 one score at a time."""
+    """Maximum share of the engines' time for scores while other calls run; below 1, one score runs at a time."""
 
 
 class TracingSettings(_Strict):
-    """Traces of trajectories and weight updates for an OpenTelemetry receiver. See docs/guides/observability.md."""
+    """Traces of trajectories and weight updates, sent to OpenTelemetry. See docs/guides/observability.md."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")]
-    """The OTLP/HTTP receiver's URL, without its `/v1/traces`."""
+    """URL of the OTLP/HTTP receiver, without `/v1/traces`."""
     sample: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """The share of trajectories that is sent."""
+    """Fraction of trajectories whose traces are sent."""
     keep: list[Literal["failed", "slowest"]] = ["failed", "slowest"]
-    """Those that are sent beside them: failed ones, and such as take longer than 99 % of their process's others."""
+    """Trajectories that are always sent: `failed` ones, and those slower than 99 % of their process'
+    (`slowest`)."""
     content: bool = False
-    """Send messages and errors too."""
+    """Include messages and errors."""
     engine: bool = False
-    """Have the engines send their own spans, of the share that is sampled, each within its turn's."""
+    """Also send the engines' own spans of the sampled trajectories, as children of the turns' spans."""
 
 
 class MetricsSettings(_Strict):
-    """Metrics that `GET /metrics` has beside the service's own."""
+    """Additional metrics of `GET /metrics`."""
 
     engine: bool = False
-    """vLLM's own `vllm:...` too, with the label `replica`."""
+    """Include vLLM's own `vllm:...` metrics, with the label `replica`."""
 
 
 class UpdateSettings(_Strict):
     """Weight updates."""
 
     straggler_grace_s: Annotated[float, Field(gt=0)] = 10.0
-    """The time that the others wait for a replica that is late with a step."""
+    """Time to wait for a late replica after the other replicas have completed a step."""
     exact_grace_s: Annotated[float, Field(ge=0)] = 5.0
-    """Seconds that a replica gives calls in flight that accept only the old version: docs/guides/contracts.md."""
+    """Time to wait for running calls that accept only the old version. See docs/guides/contracts.md."""
     timeout_s: Annotated[float, Field(gt=0)] = 2400.0
-    """The time of a whole update; longer than its steps together."""
+    """Timeout of a complete update; must exceed the sum of its steps."""
 
 
 class WeightStoreSettings(_Strict):
-    """A store of published versions, which the service follows. See docs/guides/contracts.md."""
+    """A store of published weight versions that the service follows. See docs/guides/contracts.md."""
 
     store: Annotated[str, Field(pattern=r"^(/|[a-z][a-z0-9+.:-]*://).")]
-    """A directory, or a URL that fsspec knows, as `s3://BUCKET/PREFIX`; credentials come from the environment."""
+    """A directory or an fsspec URL, for example `s3://BUCKET/PREFIX`; credentials come from the environment."""
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
     """The run whose versions are served: a folder of the store."""
     source: str = "store"
-    """The reader of the store: `store`, or the name that a package registers for another format."""
+    """Reader of the store: `store`, or a name that a package registers for another format."""
     settings: dict[str, JsonValue] = {}
     """Settings of a `source` that a package registers."""
     poll_s: Annotated[float, Field(ge=0.1)] = 5.0
-    """The time between two looks at the pointer."""
+    """Interval between two checks for a new version."""
     cache: str | None = None
-    """The folder in which each host keeps two versions; left out: `weights` in the run's directory."""
+    """Folder in which each host keeps two versions. Default: `weights` in the run's directory."""
 
 
 class BalancerSettings(_Strict):
-    """Settings of what begins and where; none has to be set. See docs/guides/operations.md."""
+    """Admission and placement of work; all settings are optional. See docs/guides/operations.md."""
 
     limits_kv: bool = True
-    """Samples wait in the queue while those that run may need all KV; false: everything begins at once."""
+    """Queue samples while the running ones may need all KV; false: start all samples immediately."""
     min_kv_share: Annotated[float, Field(gt=0, le=10)] | None = None
-    """The least share of a replica's KV that may be taken and promised; left out: 0.3."""
+    """Minimum of the adaptive limit on used and reserved KV, as a fraction of a replica's KV. Default: 0.3."""
     max_kv_share: Annotated[float, Field(gt=0, le=10)] | None = None
-    """The largest such share; left out: 4."""
+    """Maximum of that limit. Default: 4."""
     call_overcommit: Annotated[float, Field(ge=0, le=4)] = 0.25
-    """The share of that room that sessions and direct calls may take beyond it."""
+    """Fraction of the limit that sessions and direct calls may use in addition."""
     lease_ttl_s: Annotated[float, Field(ge=10)] = 60.0
-    """The silence of a process after which its leases end."""
+    """Time without a report from a process after which its leases expire."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
         least, most = self.min_kv_share, self.max_kv_share
         if least is not None and most is not None and least > most:
-            raise ValueError("min_kv_share is at most max_kv_share")
+            raise ValueError(f"min_kv_share {least:g} must be at most max_kv_share {most:g}")
         return self
 
 
 class RetentionSettings(_Strict):
-    """Records that may be deleted; by default none. See docs/guides/operations.md."""
+    """Automatic deletion of records; by default none are deleted. See docs/guides/operations.md."""
 
     delete_acknowledged: bool = False
     """Delete records that a trainer has acknowledged."""
     max_age_s: Annotated[float, Field(gt=0)] | None = None
-    """The age at which records of rollouts that are done are deleted, read or not."""
+    """Age at which records of finished rollouts are deleted, even if they were not read."""
     max_mib: Annotated[int, Field(ge=1)] | None = None
-    """The size of the store, beyond which the oldest of those are deleted."""
+    """Maximum size of the store; when exceeded, the oldest records of finished rollouts are deleted."""
 
     @property
     def bounds(self) -> tuple[bool, float | None, int | None]:
-        """The settings as a RetentionPolicy's fields."""
+        """The settings as fields of a RetentionPolicy."""
         return self.delete_acknowledged, self.max_age_s, None if self.max_mib is None else self.max_mib << 20
 
 
@@ -330,11 +340,11 @@ class ClusterSettings(_Strict):
     """The nodes of a Ray cluster. See docs/guides/cluster.md."""
 
     network: str | None = None
-    """The network of the nodes' private ports, as `10.0.0.0/8`; left out: each node's address in Ray."""
+    """Network of the nodes' private ports, for example `10.0.0.0/8`. Default: each node's address in Ray."""
     tls: Literal["run"] | ClusterTlsSettings | None = None
-    """TLS between nodes: `run`, by an authority that each run has for itself, or files; left out: none."""
+    """TLS between nodes: `run` creates a certificate authority for each run; or PEM files. Default: no TLS."""
     min_nodes: Annotated[int, Field(ge=1)] = 1
-    """Nodes to wait for before the service is placed: one that is placed on a single node stays on it."""
+    """Number of nodes to wait for before the service is placed; a service placed on one node stays on it."""
 
     @field_validator("network")
     @classmethod
@@ -343,142 +353,153 @@ class ClusterSettings(_Strict):
 
 
 class ModelConfig(_Strict):
-    """A model and its engines: the policy's part of a service, and an entry of its `models`."""
+    """A model and its engines: the policy of a service, or one of its additional `models`."""
 
     mode: Mode = Mode.STANDALONE
     """The owner of the accelerators and the source of weights: `standalone`, `hybrid`, `colocated` or `debug`."""
     model: str
-    """The model's folder."""
+    """Path of the model's folder."""
     model_version: Annotated[int, Field(ge=0)] = 0
-    """The weight version of what the folder holds."""
+    """Weight version of the model's folder."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """Engine replicas, where `engines` is left out."""
+    """Number of engine replicas, if `engines` is not set."""
     engine: EngineConfig = EngineConfig()
-    """The engine of all replicas, where `engines` is left out."""
+    """Engine of all replicas, if `engines` is not set."""
     engines: Annotated[list[EngineEntry], Field(min_length=1)] | None = None
-    """Kinds of replicas, in place of `engine` and `replicas`."""
+    """Engine pools, instead of `engine` and `replicas`."""
     chat: ChatSettings = ChatSettings()
     """The model's chat format."""
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
-    """What an update does to older KV: `keep`, `fresh` or `recompute`."""
+    """Effect of an update on KV of older versions: `keep`, `fresh` or `recompute`."""
     updates: UpdateSettings = UpdateSettings()
     """Weight updates."""
     weights: WeightStoreSettings | None = None
-    """A store of published versions to follow; needs the extra `store`."""
+    """A store of published weight versions to follow; requires the extra `store`."""
     balancer: BalancerSettings = BalancerSettings()
-    """What begins, and where."""
+    """Admission and placement of work."""
     weight_roots: list[str] = []
-    """Directories that weights may be loaded from; the model's parent always may."""
+    """Directories from which weights may be loaded, in addition to the parent of the model's folder."""
     max_pause_s: Annotated[float, Field(gt=0)] = 600.0
-    """The time that new requests wait for a resume; then they get 503."""
+    """Time that new requests wait for the end of a pause; then they are rejected with 503."""
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
         if self.engines is not None and (self.engine != EngineConfig() or self.replicas != 1):
-            raise ValueError("`engines` stands in place of `engine` and `replicas`: a config has one form")
+            raise ValueError("`engines` replaces `engine` and `replicas`: remove `engine` and `replicas`")
         check_entries(self.entries)
         for entry in self.entries:
             at = "" if self.engines is None else f"engine {entry.name}: "
             if self.can_sleep and entry.kind != "simulated" and entry.device == "cpu":
-                raise ValueError(f"{at}mode {self.mode} needs device cuda: no engine gives memory back on CPU")
+                raise ValueError(
+                    f"{at}mode {self.mode} requires device cuda: engines cannot release their memory on CPU"
+                )
             if self.mode in (Mode.COLOCATED, Mode.DEBUG) and entry.load_format == "dummy":
-                raise ValueError(f"{at}mode {self.mode} needs load_format auto: nobody pushes weights")
+                raise ValueError(
+                    f"{at}mode {self.mode} requires load_format auto: weights are not pushed in this mode"
+                )
             if self.weights is not None and (not self.allows_push or entry.lora_rank is not None):
-                raise ValueError(f"{at}`weights` is for modes standalone and hybrid, and engines without adapters")
+                raise ValueError(
+                    f"{at}`weights` requires mode standalone or hybrid (not {self.mode}) and an engine without"
+                    " lora_rank"
+                )
             if self.weights is not None and self.weights.cache is None and entry.hosts > 1:
-                raise ValueError(f"{at}an engine over several hosts needs `weights.cache`, a folder that all see")
+                raise ValueError(
+                    f"{at}an engine on several hosts requires `weights.cache`: set it to a folder that all hosts"
+                    " share"
+                )
         return self
 
     @property
     def entries(self) -> tuple[EngineEntry, ...]:
-        """The kinds of replicas: those of `engines`, else the one that `engine` and `replicas` say."""
+        """The engine pools: `engines`, or one pool made from `engine` and `replicas`."""
         if self.engines is not None:
             return tuple(self.engines)
         return (EngineEntry.model_validate({**self.engine.model_dump(), "replicas": self.replicas}),)
 
     @property
     def allows_push(self) -> bool:
-        """Tell if a trainer may push tensors."""
+        """True if a trainer may push tensors."""
         return self.mode in (Mode.STANDALONE, Mode.HYBRID)
 
     @property
     def can_sleep(self) -> bool:
-        """Tell if the fleet can give its memory back."""
+        """True if the engines can release their memory by sleeping."""
         return self.mode in (Mode.HYBRID, Mode.COLOCATED)
 
 
 class NamedModel(ModelConfig):
-    """A model beside the policy, as a judge, a teacher or a user simulator. See docs/guides/models.md."""
+    """An additional model, such as a judge, a teacher or a user simulator. See docs/guides/models.md."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
-    """The name by which calls pick it; its own routes are below `/models/NAME`."""
+    """The model name in calls; its own routes are under `/models/NAME`."""
     mode: Mode = Mode.DEBUG
-    """The source of its weights, as of the policy; `debug` and `colocated` keep those of the folder."""
+    """Source of the model's weights, as for the policy; `debug` and `colocated` keep the folder's weights."""
     keys: KeysConfig | None = None
-    """The environment variables of its own keys; left out: the service's keys open it."""
+    """Environment variables of the model's own keys. Default: the service's keys."""
 
 
 class TurnSettings(_Strict):
-    """Models that share their accelerators: one is awake at a time, and a call to another one wakes it."""
+    """Models that share accelerators: one model is awake at a time, and a call to another model wakes it."""
 
     min_stay_s: Annotated[float, Field(ge=0)] = 10.0
-    """The least time that a model is awake, while it has work."""
+    """Minimum time that a model with work stays awake."""
     max_wait_s: Annotated[float, Field(gt=0)] = 60.0
-    """The time after which a model that calls wait for gets its turn, though the other one has work."""
+    """Maximum time that calls wait for a sleeping model while the awake model has work."""
 
 
 class ServiceConfig(ModelConfig):
-    """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
+    """A complete service. With `load_format: dummy`, replicas accept no traffic until weights are pushed."""
 
     models: list[NamedModel] = []
-    """Models beside the policy, each with engines, weights and records of its own."""
+    """Additional models, each with its own engines, weights and records."""
     turns: TurnSettings | None = None
-    """How all models take turns on their accelerators; left out: all are awake."""
+    """Time sharing of the accelerators by all models. Default: all models are awake."""
     workers: WorkerSettings = WorkerSettings()
     """The agent-loop workers."""
     ingress_replicas: Annotated[int, Field(ge=1)] | None = None
-    """Ingress processes, each with its share of the sessions; left out: what the run began with."""
+    """Number of ingress processes, which partition the sessions. Default: the number at the run's first start."""
     endpoint: EndpointSettings = EndpointSettings()
     """The chat endpoint."""
     cluster: ClusterSettings | None = None
-    """The nodes of a Ray cluster; on one node nothing of it counts."""
+    """The nodes of a Ray cluster; ignored on a single node."""
     host: str = "127.0.0.1"
-    """The address of the public port; beyond loopback keys are required."""
+    """Address of the public port; keys are required unless it is a loopback address."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """The public port; 0: a free one, on a Ray of its own."""
+    """The public port; 0: a free port, with a separate Ray instance."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")] | None = None
-    """The URL by which others reach the service, as behind a proxy; left out: by `host` and `port`."""
+    """URL of the service for clients, for example the URL of a proxy. Default: from `host` and `port`."""
     tls: TlsSettings | None = None
-    """The certificate of the public port."""
+    """Certificate of the public port."""
     image_roots: list[str] = []
-    """Folders whose images a task may show; left out: images come as data URLs only."""
+    """Folders from which tasks may use image files. Default: none, tasks can only use data URLs."""
     keys: KeysConfig = KeysConfig()
-    """The environment variables of the keys."""
+    """Environment variables of the keys."""
     routes: dict[str, dict[str, JsonValue]] = {}
-    """Settings of the HTTP routes that packages register, by name. Other registered routes are served too."""
+    """Settings of HTTP routes that packages register, by name. Registered routes are served even without
+    settings."""
     sinks: dict[str, dict[str, JsonValue]] = {}
-    """Other receivers of ended trajectories and updates: the settings of each sink that a package registers."""
+    """Additional receivers of finished trajectories and updates: settings of each sink that a package registers."""
     tracing: TracingSettings | None = None
-    """Spans for an OpenTelemetry receiver; needs the extra `otel`."""
+    """Spans for OpenTelemetry; requires the extra `otel`."""
     metrics: MetricsSettings = MetricsSettings()
     """The metrics of `GET /metrics`."""
     run_dir: str | None = None
-    """The run's directory; left out: a new one under `runs`."""
+    """The run's directory. Default: a new directory under `runs`."""
     keep_tokenizer: bool = False
-    """Keep a copy of the tokenizer in the run's directory, for the viewer once the model's folder is gone."""
+    """Copy the tokenizer to the run's directory, so that the viewer works after the model's folder is removed."""
     store: Annotated[SecretStr | None, Field(exclude=True)] = None
-    """A database for records, sessions and turn journals, `postgresql://USER@HOST:PORT/DATABASE`; left out: SQLite
-    and files in the run directory."""
+    """Database for records, sessions and turn journals, `postgresql://USER@HOST:PORT/DATABASE`. Default: SQLite and
+    files in the run's directory."""
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
-    """Trajectories that wait; a submit beyond it gets 429."""
+    """Maximum number of queued trajectories; submits that exceed it are rejected with 429."""
     max_queued_mib: Annotated[int, Field(ge=1)] = 1024
-    """Tasks with unfinished samples, in memory; a submit beyond it gets 429."""
+    """Maximum memory of tasks with unfinished samples; submits that exceed it are rejected with 429."""
     retention: RetentionSettings = RetentionSettings()
-    """Records that are deleted."""
+    """Automatic deletion of records."""
     users: str | None = None
-    """A file of users with keys and limits, in place of `keys`."""
+    """A file of users with keys and limits, instead of `keys`."""
     min_free_mib: Annotated[int, Field(ge=0)] = 256
-    """Free space on the run's disk, below which nothing new is accepted."""
+    """Minimum free space on the run's disk; with less, new work is rejected."""
 
     @model_validator(mode="before")
     @classmethod
@@ -489,38 +510,40 @@ class ServiceConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _check_models(self) -> Self:
-        names = [one.name for one in self.models]
+        names = [model.name for model in self.models]
         if len({*names, "default"}) <= len(names):
-            raise ValueError(f"models: names are unique, and not 'default': {', '.join(names)}")
+            raise ValueError(f"models: names must be unique and not 'default': {', '.join(names)}")
         if self.models and self.cluster is not None:
-            raise ValueError("models beside the policy run on one host: give `cluster` or `models`")
-        are_able = self.models and self.can_sleep and all(one.can_sleep for one in self.models)
+            raise ValueError("`models` and `cluster` exclude each other: additional models run on one host only")
+        are_able = self.models and self.can_sleep and all(model.can_sleep for model in self.models)
         if self.turns is not None and not are_able:
-            raise ValueError("turns are of several models in modes hybrid or colocated, which can sleep")
+            raise ValueError(
+                "`turns` requires several models that can sleep: set `models`, and mode hybrid or colocated"
+            )
         return self
 
     def of_model(self, name: str) -> ServiceConfig:
-        """Return the config of a model beside the policy, as that of a service of its own; "" is the policy."""
+        """Return the config of an additional model in the form of a separate service; "" is the policy."""
         if not name:
             return self
-        found = next(one for one in self.models if one.name == name)
+        named = next(model for model in self.models if model.name == name)
         endpoint = self.endpoint.model_copy(update={"model_name": name})
-        update = {field: getattr(found, field) for field in ModelConfig.model_fields}
+        update = {field: getattr(named, field) for field in ModelConfig.model_fields}
         update |= {"models": [], "turns": None, "endpoint": endpoint}
-        if found.keys is not None:
-            update |= {"keys": found.keys, "users": None}
+        if named.keys is not None:
+            update |= {"keys": named.keys, "users": None}
         return self.model_copy(update=update)
 
     @property
     def of_models(self) -> dict[str, ServiceConfig]:
         """The configs of all models by name; "" is the policy."""
-        return {name: self.of_model(name) for name in ("", *(one.name for one in self.models))}
+        return {name: self.of_model(name) for name in ("", *(model.name for model in self.models))}
 
     def hide_keys(self) -> dict[str, str]:
-        """Take all keys out of this process's environment; return them."""
+        """Remove all keys from this process's environment, and return them by variable name."""
         hidden = self.keys.hide()
-        for one in self.models:
-            hidden |= {} if one.keys is None else one.keys.hide()
+        for model in self.models:
+            hidden |= {} if model.keys is None else model.keys.hide()
         return hidden
 
     @property
@@ -530,65 +553,65 @@ class ServiceConfig(ModelConfig):
 
     @property
     def num_replicas(self) -> int:
-        """The replicas of all entries."""
+        """The number of replicas of all engine pools, without autoscaling."""
         return sum(entry.replicas for entry in self.entries)
 
     @property
     def num_gpu_engines(self) -> int:
-        """Engines on GPUs that step side by side."""
+        """The number of engines on GPUs that step in parallel."""
         return sum(entry.replicas * entry.data_parallel_size for entry in self.entries if entry.on_gpu)
 
     @property
     def num_ingress(self) -> int:
-        """Ingress processes; one before the config is sized."""
+        """The number of ingress processes; 1 until the default number is computed."""
         return self.ingress_replicas or 1
 
     @property
     def engine_traces_url(self) -> str | None:
-        """The URL that engines send their own spans to; None: they make none."""
+        """The URL to which engines send their own spans; None if they send none."""
         return f"{self.tracing.endpoint.rstrip('/')}/v1/traces" if self.tracing and self.tracing.engine else None
 
     @property
     def tls_files(self) -> tuple[str, str] | None:
-        """The files of the certificate chain and its key; None without TLS."""
+        """The paths of the certificate chain and its key; None without TLS."""
         return None if self.tls is None else (self.tls.cert, self.tls.key)
 
     @property
     def scheme(self) -> str:
-        """That of the public port's URLs."""
+        """The URL scheme of the public port."""
         return "http" if self.tls is None else "https"
 
     @property
     def allows_weights(self) -> bool:
-        """Tell if served weights may change at all: a directory, an adapter, or a push where that is allowed."""
+        """True if the served weights may change, by a directory, an adapter, or (see `allows_push`) a push."""
         return self.mode is not Mode.COLOCATED and self.max_loras is None
 
     @property
     def max_loras(self) -> int | None:
-        """Adapters that are served by name; None: none."""
+        """The number of adapters served by name; None if adapters are not served by name."""
         return self.entries[0].max_loras
 
     @property
     def allows_adapters(self) -> bool:
-        """Tell if a LoRA adapter may be served."""
+        """True if a LoRA adapter may be served as the policy."""
         return self.allows_weights and self.entries[0].lora_rank is not None
 
     @property
     def awaits_weights(self) -> bool:
-        """Tell if no replica has weights before somebody sends some."""
+        """True if no replica has weights until the first push."""
         return all(entry.load_format == "dummy" for entry in self.entries)
 
     def weight_staging(self, entry: EngineEntry) -> Staging:
-        """Return the place where new weights of an entry's replicas wait for their commit."""
+        """Return the staging device of new weights for the replicas of an engine pool."""
         return entry.weight_staging or ("none" if self.mode is Mode.HYBRID else "auto")
 
     def max_context_tokens(self, entry: EngineEntry) -> int:
-        """Return the longest context of an entry's replicas. Raises InvalidRequest as `model_sizes`."""
+        """Return the maximum context length of an engine pool. Raises InvalidRequest like `model_sizes`."""
         return entry.max_context_tokens or _own_sizes(self)[0].max_context_tokens
 
     @classmethod
     def load(cls, path: Path) -> ServiceConfig:
-        """Read a Serve config file: its first application's arguments.
+        """Read the arguments of the first application of a Serve config file.
 
         Raises InvalidRequest, naming the file and the field.
         """
@@ -597,25 +620,25 @@ class ServiceConfig(ModelConfig):
             imported = document["applications"][0].get("import_path", IMPORT_PATH)
             if imported != IMPORT_PATH:
                 raise InvalidRequest(
-                    f"{path}: import_path is {imported!r}, and this command runs {IMPORT_PATH} alone",
+                    f"{path}: import_path is {imported!r}: this command supports only {IMPORT_PATH}",
                     param="import_path",
                 )
             if document.get("http_options"):
                 raise InvalidRequest(
-                    f"{path}: http_options are of Serve's own proxy, which is not used: `host` and `port` of the "
-                    "service stand among the application's args",
+                    f"{path}: http_options configures Serve's own proxy, which is not used: set `host` and `port`"
+                    " in the application's args",
                     param="http_options",
                 )
             return cls.model_validate(document["applications"][0]["args"])
         except OSError as error:
             raise InvalidRequest(f"cannot read the config {path}: {error.strerror}", param="config") from error
         except yaml.MarkedYAMLError as error:
-            mark, reason = error.problem_mark, error.problem or "it cannot be read"
+            mark, reason = error.problem_mark, error.problem or "invalid YAML"
             where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
             raise InvalidRequest(f"{path}{where}: not a Serve config: {reason}", param="config") from error
         except (yaml.YAMLError, UnicodeDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise InvalidRequest(
-                f"{path} is not a Serve config of an agentloop application: it begins as servers/cpu.yaml does",
+                f"{path} is not a Serve config of an agentloop application: see servers/cpu.yaml for the structure",
                 param="config",
             ) from error
         except ValidationError as error:
@@ -623,53 +646,54 @@ class ServiceConfig(ModelConfig):
             where = ".".join(map(str, first["loc"]))
             reason = first["msg"].removeprefix("Value error, ")
             if first["type"] == "extra_forbidden":
-                reason = f"there is no such key{_nearest(cls, first['loc'])}"
+                reason = f"unknown key{_nearest(cls, first['loc'])}"
             raise InvalidRequest(": ".join(filter(None, (str(path), where, reason))), param=where) from error
 
     @property
     def tools(self) -> dict[str, str]:
-        """The tools of workers by the names that tasks use: the default ones, and those of `workers.tools`."""
+        """The workers' tools by the names that tasks use: the default tools and `workers.tools`."""
         return {**parts.registered(parts.DEFAULT_TOOLS), **self.workers.tools}
 
     def model_path(self) -> Path:
-        """The model's folder, absolute. Raises InvalidRequest if there is none."""
+        """The absolute path of the model's folder. Raises InvalidRequest if it has no config.json."""
         path = located(self.model)
         if not (path / "config.json").is_file():
             raise InvalidRequest(
-                f"no model at {self.model}: 'model' is a Hugging Face folder with config.json, safetensors and a "
-                "tokenizer; download a model of a hub first ('hf download NAME --local-dir DIR'), and convert a "
-                ".gguf file to such a folder",
+                f"no model at {self.model}: 'model' must be a Hugging Face folder with config.json, safetensors and"
+                " a tokenizer; download a model from a hub first ('hf download NAME --local-dir DIR'), and convert"
+                " a .gguf file to such a folder",
                 param="model",
             )
         return path
 
     def allowed_weight_roots(self) -> tuple[Path, ...]:
-        """The folders under which pushed weights must lie."""
+        """The folders that may contain weights to load."""
         return (self.model_path().parent, *(located(root) for root in self.weight_roots))
 
 
 def _removed_keys(document: object) -> Iterator[str]:
-    """Yield each removed key that a config's document has."""
+    """Yield each removed key that a config document contains."""
     if not isinstance(document, dict):
         return
     for place in _REMOVED:
         *sections, key = place.split(".")
-        held = [document]
+        tables = [document]
         for section in sections:
-            found = [settings[section] for settings in held if isinstance(settings.get(section), dict | list)]
-            listed = [one for part in found for one in (part if isinstance(part, list) else [part])]
-            held = [one for one in listed if isinstance(one, dict)]
-        if any(key in settings for settings in held):
+            # A section is a table or, like `engines`, a list of tables.
+            values = [table[section] for table in tables if isinstance(table.get(section), dict | list)]
+            items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+            tables = [item for item in items if isinstance(item, dict)]
+        if any(key in table for table in tables):
             yield place
 
 
 def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
-    """Return a suggestion for a key that is unknown at its place within a model's document; "" without one."""
+    """Return a suggestion for the unknown key at `place` in a config document; "" if no known key is similar."""
     for part in place[:-1]:
         if part in model.model_fields:
             model = next(_models_in(model.model_fields[str(part)].annotation), model)
-    found = difflib.get_close_matches(str(place[-1]), model.model_fields, n=1)
-    return f": did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(str(place[-1]), model.model_fields, n=1)
+    return f": did you mean {matches[0]!r}?" if matches else ""
 
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
@@ -681,7 +705,7 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model, by its config.json; the context is the longest that any replica serves."""
+    """Sizes of a model from its config.json; the context length is the maximum over all replicas."""
 
     max_context_tokens: int
     vocab_size: int
@@ -689,9 +713,9 @@ class ModelSizes:
 
 
 def model_sizes(config: ServiceConfig) -> ModelSizes:
-    """Return what the model's config.json says of it.
+    """Return the sizes of the model from its config.json.
 
-    Raises InvalidRequest if it does not, and if a replica's KV cache is too small for one context.
+    Raises InvalidRequest if config.json lacks them, or if a replica's KV cache is too small for one context.
     """
     sizes, document = _own_sizes(config)
     for entry in config.entries:
@@ -701,20 +725,21 @@ def model_sizes(config: ServiceConfig) -> ModelSizes:
 
 
 _PARTIAL_KV = ("kv_lora_rank", "sliding_window", "layers_block_type", "attn_layer_indices")
-_NUM_KEPT_BLOCKS = 2  # of a KV cache: vLLM's null block and that of the canary check
+_NUM_KEPT_BLOCKS = 2  # reserved KV blocks: vLLM's null block and the block of the canary check
 
 
 def _check_kv_cache(entry: EngineEntry, document: Mapping[str, Any], max_context_tokens: int) -> None:
-    """Raise InvalidRequest if `kv_cache_mib` does not hold one context: the engine would find it after minutes."""
+    """Raise InvalidRequest if `kv_cache_mib` is too small for one context. The engine would fail only after
+    minutes."""
     if entry.kind == "simulated" or entry.kv_cache_mib is None or entry.dtype not in DTYPE_BYTES:
         return
     try:
         block_bytes = entry.block_size * kv_bytes_per_token(entry, document)
     except CheckpointUnreadable:
-        return  # a model of another kind: the engine itself decides
+        return  # unknown architecture: the engine itself checks its KV cache
     is_partial = set(document.get("layer_types") or ()) - {"full_attention"}
     if is_partial or any(document.get(name) for name in _PARTIAL_KV):
-        return  # some layers keep less KV: the engine itself has to say how much
+        return  # some layers keep less KV, so only the engine can compute the size
     num_needed = -(-max_context_tokens // entry.block_size) + _NUM_KEPT_BLOCKS
     if num_needed * block_bytes <= entry.kv_cache_mib * 2**20:
         return
@@ -729,12 +754,12 @@ def _check_kv_cache(entry: EngineEntry, document: Mapping[str, Any], max_context
 
 
 def weight_bytes(config: ServiceConfig) -> int:
-    """Return the size of one copy of the model's weights, in bytes, by its safetensors files."""
+    """Return the size of the model's weights in bytes: the total size of its safetensors files."""
     return sum(file.stat().st_size for file in config.model_path().glob("*.safetensors"))
 
 
 def _own_sizes(config: ServiceConfig) -> tuple[ModelSizes, Mapping[str, Any]]:
-    """Return the model's sizes, and its config.json with the fields of its text part on the top level."""
+    """Return the model's sizes, and its config.json with the fields of `text_config` merged into the top level."""
     path = config.model_path() / "config.json"
     try:
         document = json.loads(path.read_text())
@@ -744,99 +769,110 @@ def _own_sizes(config: ServiceConfig) -> tuple[ModelSizes, Mapping[str, Any]]:
         has_experts = any(int(document.get(name) or 0) > 1 for name in _NUM_EXPERTS)
         return ModelSizes(context, int(document["vocab_size"]), has_experts), document
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error
+        raise InvalidRequest(
+            f"{path}: the context length, vocabulary size or number of experts cannot be read: {error!r}",
+            param="model",
+        ) from error
 
 
 def located(path: str) -> Path:
-    """A config's path: absolute, else in the working directory, else in the checkout of this package."""
-    given = Path(path).expanduser()
-    if given.is_absolute() or given.exists():
-        return given.resolve()
-    return (CHECKOUT / given).resolve()
+    """Resolve a path of a config: absolute, or relative to the working directory, or else to this package's
+    checkout."""
+    expanded = Path(path).expanduser()
+    if expanded.is_absolute() or expanded.exists():
+        return expanded.resolve()
+    return (CHECKOUT / expanded).resolve()
 
 
 SECRET_NAME = "secret"
-"""The file of a run directory that holds its secret."""
+"""The name of the file with the run's secret in the run directory."""
 
 AUTHORITY_NAME = "authority"
-"""The file of a run directory that holds its own authority of certificates."""
+"""The name of the file with the run's certificate authority in the run directory."""
 
 
 def run_secret(run_dir: Path) -> str:
-    """The secret of a run, made at its first start: what is deployed again knows the keys of its sessions."""
+    """Return the secret of a run, created at its first start. A redeployed run therefore accepts its session
+    keys."""
     return kept_secret(run_dir, SECRET_NAME, lambda: secrets.token_hex(16))
 
 
 def kept_secret(run_dir: Path, name: str, make: Callable[[], str]) -> str:
-    """Return what a run's directory keeps under a name, for its owner alone; made at its first use."""
+    """Return the text of the file `name` in a run directory, readable by its owner only; create it on first use."""
     path = run_dir / name
     if path.exists():
         return path.read_text()
     with suppress(FileExistsError):
         made_run_dir(run_dir)
-        made = path.with_suffix(f".{secrets.token_hex(4)}")
-        made.touch(mode=0o600)
-        made.write_text(make())
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}")
+        temporary.touch(mode=0o600)
+        temporary.write_text(make())
         try:
-            os.link(made, path)  # never half-written, and the first of two wins
+            os.link(temporary, path)  # atomic: the file is never incomplete, and the first of two processes wins
         finally:
-            made.unlink()
+            temporary.unlink()
     return path.read_text()
 
 
 def run_dir_in(parent: Path) -> Path:
-    """Return a path for a new run under `parent`, not made yet: the time and a few random digits."""
+    """Return a path for a new run directory under `parent`, named by time and random digits; do not create it."""
     return parent / f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def new_run_dir(parent: Path) -> Path:
-    """A new directory under `parent`. Raises InvalidRequest."""
+    """Create a new run directory under `parent`. Raises InvalidRequest."""
     return made_run_dir(run_dir_in(parent))
 
 
 def made_run_dir(path: Path) -> Path:
-    """Return a run directory, made if it is new, which its owner alone may enter. Raises InvalidRequest."""
+    """Create a run directory that only its owner can access, if it is missing. Raises InvalidRequest."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o700)
     except OSError as error:
         raise InvalidRequest(
-            f"no run can be written to {path}: {error.strerror}; --out, or run_dir in the config, names a place",
+            f"cannot create the run directory {path}: {error.strerror}; choose another one with --out, or run_dir"
+            " in the config",
             param="run_dir",
         ) from error
     return path
 
 
 CONFIG_NAME = "config.json"
-"""The file of a run directory that holds the config of its first start."""
+"""The name of the file with the config of the run's first start in the run directory."""
 
 
 def saved_config(run_dir: Path) -> ServiceConfig | None:
-    """Return the config that a run directory was begun with; None if it is new. Raises InvalidRequest."""
+    """Return the config of a run's first start; None for a new run directory. Raises InvalidRequest."""
     try:
         return ServiceConfig.model_validate_json((run_dir / CONFIG_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-        raise InvalidRequest(f"{run_dir / CONFIG_NAME} is of another release: {reason}", param="run_dir") from error
+        raise InvalidRequest(
+            f"{run_dir / CONFIG_NAME} is not valid in this release: {reason}; resume the run with the release that"
+            " started it",
+            param="run_dir",
+        ) from error
 
 
 def model_of(run_dir: Path) -> Path | None:
-    """Return the model folder that a run was begun with; None if nothing tells. Raises InvalidRequest."""
+    """Return the model folder of a run's first start; None if it is unknown. Raises InvalidRequest."""
     config = saved_config(run_dir)
     return None if config is None else located(config.model)
 
 
 TOKENIZER_NAME = "tokenizer.json"
-"""The file of a model folder that has its tokenizer, and of a run directory that has the copy."""
+"""The name of the tokenizer file in a model folder, and of its copy in a run directory."""
 
 TOKENIZER_HASH_NAME = "tokenizer.sha256"
-"""The file of a run directory that has the SHA-256 of the tokenizer that it was begun with."""
+"""The name of the file with the SHA-256 of the run's initial tokenizer in the run directory."""
 
 
 def keep_tokenizer(config: ServiceConfig, run_dir: Path) -> None:
-    """Keep the hash of a new run's tokenizer, and the tokenizer if that is set or it was converted."""
+    """Store the hash of a new run's tokenizer, and a copy if `keep_tokenizer` is set or the tokenizer was
+    converted."""
     model, copy = located(config.model), run_dir / TOKENIZER_NAME
     content = tokenizer_json(model)
     kept_secret(run_dir, TOKENIZER_HASH_NAME, lambda: hashlib.sha256(content).hexdigest())
@@ -845,16 +881,15 @@ def keep_tokenizer(config: ServiceConfig, run_dir: Path) -> None:
 
 
 def keep_config(config: ServiceConfig, run_dir: Path) -> None:
-    """Keep a new run's config in its directory. Raises InvalidRequest for one that the run cannot go on with.
-
-    On one host the owner of a session follows from the number of ingress processes, so that never changes.
-    """
+    """Store a new run's config in its directory. Raises InvalidRequest if an existing run cannot continue with
+    it."""
     first = saved_config(run_dir)
     if first is None:
         (run_dir / CONFIG_NAME).write_text(config.model_dump_json(indent=2))
     elif config.cluster is None and first.num_ingress != config.num_ingress:
+        # On one host, the number of ingress processes determines the owner of each session, so it cannot change.
         raise InvalidRequest(
-            f"the sessions of {run_dir} are shared by {first.num_ingress} ingress processes, not"
-            f" {config.num_ingress}",
+            f"the sessions of {run_dir} are partitioned over {first.num_ingress} ingress processes, not"
+            f" {config.num_ingress}: set ingress_replicas to {first.num_ingress}",
             param="ingress_replicas",
         )

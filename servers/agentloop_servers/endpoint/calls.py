@@ -1,7 +1,8 @@
-"""One model call over HTTP, the same for every dialect: its session, its identity, its deadline and its answer.
+"""One model call over HTTP, the same for all dialects: its session, identity, deadline and response.
 
-A route checks its body, makes a `ChatCall`, and says how a result looks. A client that leaves cancels the call,
-whole or streamed, and the answer returns only when what was cancelled has ended. The session keeps the deadline.
+A route validates its body, makes a `ChatCall` and renders the result. If the client disconnects, the call is
+cancelled, streamed or not, and the handler returns only after the cancelled work has ended. The session enforces
+the deadline.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from agentloop_servers.http.responses import in_time, json_response, unless_clie
 from agentloop_servers.http.sse import DONE, EventStream, sse
 
 Events: TypeAlias = Callable[[TurnPiece | ChatResult], Iterator[dict[str, Any]]]
-"""Turns the next item of a streamed answer into the events of a dialect."""
+"""Converts the next item of a streamed result into events of a dialect."""
 
 LONG_CONVERSATION = 512
-"""Messages of a body that is turned into a call in a thread."""
+"""Bodies with more messages are converted into a call in a thread."""
 
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
 IDEMPOTENCY_HEADER = "idempotency-key"
@@ -53,7 +54,7 @@ VERSION_HEADER = "x-weight-version"
 MAX_AFFINITY_CHARS = 256
 
 LONG_ANSWER_TOKENS = 2048
-"""Longer answers are written in a thread: with logprobs they are megabytes."""
+"""Longer responses are serialized in a thread: with logprobs they have megabytes."""
 
 _DIGEST_BYTES = 16
 _MAX_RETRY_COUNT = 1000
@@ -62,9 +63,9 @@ _MAX_RETRY_COUNT = 1000
 async def answer_call(
     request: Request, endpoint: Endpoint, chat_call: ChatCall, name: str | None, render: Callable[[ChatResult], Any]
 ) -> Response:
-    """Answer a call as JSON, which `render` makes for `orjson`. `name` is the session in the body.
+    """Run a call and return its response as JSON, which `render` builds. `name` is the session in the body.
 
-    Raises as `find_or_create_session`, and what the call raises.
+    Raises the errors of `find_or_create_session` and of the call.
     """
     return await answer_calls(request, endpoint, [chat_call], name, lambda results: render(results[0]))
 
@@ -76,17 +77,17 @@ async def answer_calls(
     name: str | None,
     render: Callable[[Sequence[ChatResult]], Any],
 ) -> Response:
-    """Answer calls side by side, as `answer_call` does one; several have a session each."""
+    """Run calls concurrently, each as `answer_call` does. If there are several, each has its own session."""
     (key, session_id), owner = await call_key(request, endpoint, name), caller_of(request).owner
     calls = [bounded(request, call) for call in chat_calls]
     try:
         async with AsyncExitStack() as places:
-            places.enter_context(endpoint.noting_refusal(owner, session_id, key.digest))
-            # A refused call must not leave a session behind, so the places come first.
+            accept = places.enter_context(endpoint.noting_refusal(owner, session_id, key))
+            # Take the slots first: a refused call must not leave a session behind.
             for _ in calls:
                 places.enter_context(endpoint.hold_call_place(owner))
             sessions = [await places.enter_async_context(_session_of_call(request, endpoint, name)) for _ in calls]
-            works = [session.call(call, key) for session, call in zip(sessions, calls, strict=True)]
+            works = [session.call(call, key, accept) for session, call in zip(sessions, calls, strict=True)]
             results = await unless_client_leaves(request, side_by_side(works))
             if results is None:
                 raise ClientDisconnect
@@ -100,9 +101,9 @@ async def answer_calls(
 async def json_of_replies(
     replies: Sequence[Reply | Generation], render: Callable[[], Any], headers: dict[str, str] | None = None
 ) -> Response:
-    """Return `render`'s answer of replies as JSON; long ones are written in a thread.
+    """Return `render`'s response for the replies as JSON; long ones are serialized in a thread.
 
-    A header has the longest time that one of them waited for a replica with room.
+    A header has the longest time that one of the replies waited for a replica with free capacity.
     """
     waits_us = [one.times.queue_us for one in replies if isinstance(one, Reply) and one.times is not None]
     headers = dict(headers or {}) | {QUEUE_HEADER: f"{max(waits_us, default=0) / 1e6:.3f}"}
@@ -122,10 +123,10 @@ async def stream_call(
     are_named: bool,
     begin: Callable[[str, str], None] | None = None,
 ) -> Response:
-    """Answer a call with server-sent events, `are_named` by their types or ended by a mark, and with keep-alives.
-    `begin` is as in `Session.stream`.
+    """Stream a call as server-sent events with keep-alives. `begin` is passed to `Session.stream`.
 
-    A failure before the first event is an ordinary error answer; later it is `error_event`, which has the end mark.
+    If `are_named`, each event has its type as its name; otherwise the stream ends with `[DONE]`. A failure before
+    the first event is an ordinary error response; a later one is written by `error_event`, including any end mark.
     """
     call = demanding(request, chat_call)
     (key, session_id), owner = await call_key(request, endpoint, name), caller_of(request).owner
@@ -133,16 +134,24 @@ async def stream_call(
     async def sent() -> AsyncGenerator[bytes, None]:
         # A stream sends keep-alives, so the client's read timeout does not bound the whole answer.
         ready = b""
-        with endpoint.noting_refusal(owner, session_id, key.digest), endpoint.hold_call_place(owner):
+        with endpoint.noting_refusal(owner, session_id, key) as accept, endpoint.hold_call_place(owner):
+
+            def accepted(shown_id: str, call_id: str) -> None:
+                accept(shown_id, call_id)
+                if begin is not None:
+                    begin(shown_id, call_id)
+
             async with (
                 _session_of_call(request, endpoint, name) as session,
-                aclosing(session.stream(call, key, begin)) as pieces,
+                aclosing(session.stream(call, key, accepted)) as pieces,
             ):
                 async for piece in pieces:
                     ready += b"".join(sse(event, event["type"] if are_named else None) for event in write(piece))
                     if isinstance(piece, ChatResult):
                         yield ready if are_named else ready + DONE
-                    elif ready and piece.finish is None:  # behind a last piece the result follows at once
+                    elif (
+                        ready and piece.finish is None
+                    ):  # the result follows a last piece at once, so both are sent together
                         yield ready
                         ready = b""
 
@@ -155,7 +164,7 @@ def event_stream(
     events: AsyncGenerator[bytes, None],
     error_event: Callable[[AgentLoopError], bytes],
 ) -> EventStream:
-    """Return the answer that is these events, within the endpoint's limits."""
+    """Return the response that streams these events, with the endpoint's limits."""
     return EventStream(
         events,
         error_event,
@@ -166,11 +175,10 @@ def event_stream(
 
 
 def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
-    """Return the call in its caller's trace and under the adapter that it names, with the weight versions that a
-    header demands if its body does not.
+    """Return the call with its caller's trace, the adapter that it names, and the demanded weight versions.
 
-    `X-Weight-Version: min_version=7, wait_s=3` has the fields of `weight_version`, for clients whose bodies are
-    fixed. Raises InvalidRequest.
+    The header `X-Weight-Version: min_version=7, wait_s=3` has the fields of the body's `weight_version`, for
+    clients whose bodies are fixed. The body's field takes precedence. Raises InvalidRequest.
     """
     text = request.headers.get(VERSION_HEADER)
     chat_call = replace(chat_call, traceparent=traceparent_of(request), adapter=adapter_of(request))
@@ -181,21 +189,21 @@ def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
         fields = {name: float(value) if name == "wait_s" else int(value) for name, value in pairs.items()}
     except ValueError as error:
         raise InvalidRequest(
-            f"not `min_version=N` or `exact_version=N`: {text[:64]!r}", param=VERSION_HEADER
+            f"{text[:64]!r} is not of the form `min_version=N` or `exact_version=N`", param=VERSION_HEADER
         ) from error
     demand = check_body(fields, VersionDemandBody).to_demand()
     return replace(chat_call, sampling=replace(chat_call.sampling, weight_version=demand))
 
 
 def affinity_of(request: Request, endpoint: Endpoint, names: Sequence[str], param: str) -> str | None:
-    """Return what unrecorded calls of one caller that give one name share, in the process that holds it.
+    """Return the key that unrecorded calls of one caller with the same affinity name share.
 
-    Raises InvalidRequest naming `param`, and HeldElsewhere where that is another process.
+    Raises InvalidRequest naming `param`, and HeldElsewhere if another process has the affinity.
     """
     if not names:
         return None
     if len(names) > 1 or not 1 <= len(names[0]) <= MAX_AFFINITY_CHARS:
-        raise InvalidRequest(f"one name of 1 to {MAX_AFFINITY_CHARS} characters", param=param)
+        raise InvalidRequest(f"expected one name of 1 to {MAX_AFFINITY_CHARS} characters", param=param)
     owner = caller_of(request).owner
     digest = blake2b(f"{owner}\0{names[0]}".encode(), digest_size=16).hexdigest()
     affinity = own_id(owner, f"tokens-{digest}")
@@ -204,16 +212,18 @@ def affinity_of(request: Request, endpoint: Endpoint, names: Sequence[str], para
 
 
 def bounded(request: Request, chat_call: ChatCall) -> ChatCall:
-    """Return the call as `demanding` does, with the client's read timeout as its own if that is shorter."""
+    """Return the call of `demanding`; the client's read timeout replaces its timeout if that is longer."""
     hint_s = _read_timeout_s(request)
     timeout_s = chat_call.timeout_s if hint_s is None else min(hint_s, chat_call.timeout_s)
     return replace(demanding(request, chat_call), timeout_s=timeout_s)
 
 
 async def find_or_create_session(request: Request, endpoint: Endpoint, body_session_id: str | None) -> Session:
-    """Find the session that a request names, or create one, durably; its answer has `x-session-id` from here on.
-    Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and HeldElsewhere: `ingress/app.py` then
-    forwards the request to the process that holds the session."""
+    """Find the session that a request names, or create one durably. The response then has `x-session-id`.
+
+    Raises InvalidRequest if the names in path, header and body disagree, SessionNotFound, Gone, and HeldElsewhere:
+    `ingress/app.py` then forwards the request to the process that holds the session.
+    """
     session_id, must_exist = session_name(request, body_session_id)
     sessions, caller = endpoint.sessions, caller_of(request)
     user_names = caller.user_names
@@ -225,16 +235,18 @@ async def find_or_create_session(request: Request, endpoint: Endpoint, body_sess
         if session_id is not None and must_exist:
             finding = sessions.find(session_id, user_names, is_admin=caller.is_admin)
         else:
-            assert user_names is not None  # a session's key names its session
+            assert user_names is not None  # session keys name their session, so here the caller is a user
             finding = sessions.find_or_create(session_id, user_names, traceparent_of(request), adapter_of(request))
-        found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
+        found = await in_time(
+            finding, endpoint.limits.registry_timeout_s, "the session was not found or created in time; retry"
+        )
     request.scope["state"]["session_id"] = found.shown_id
     return found
 
 
 @asynccontextmanager
 async def _session_of_call(request: Request, endpoint: Endpoint, name: str | None) -> AsyncGenerator[Session, None]:
-    """Find or create the session of a call. A session made for this call alone is deleted if the call fails."""
+    """Find or create the session of a call. A session created only for this call is deleted if the call fails."""
     session = await find_or_create_session(request, endpoint, name)
     try:
         yield session
@@ -247,8 +259,11 @@ async def _session_of_call(request: Request, endpoint: Endpoint, name: str | Non
 async def find_referenced_session(
     request: Request, endpoint: Endpoint, body_session_id: str | None, referenced_id: str
 ) -> Session | None:
-    """Find the caller's session that an id of an earlier answer names; None if it is gone, or if the request names
-    another session. Raises as `find_or_create_session`."""
+    """Find the caller's session that an id of an earlier response names.
+
+    Returns None if the session is gone, or if the request names another one. Raises the errors of
+    `find_or_create_session`.
+    """
     named, _ = session_name(request, body_session_id)
     if named is not None and shown_id(named) != referenced_id:
         return None
@@ -256,7 +271,9 @@ async def find_referenced_session(
     try:
         endpoint.check_is_here(session_id)
         finding = endpoint.sessions.find(session_id, user_names)
-        return await in_time(finding, endpoint.limits.registry_timeout_s, "the session was not found in time")
+        return await in_time(
+            finding, endpoint.limits.registry_timeout_s, "the session was not found in time; retry"
+        )
     except (SessionNotFound, Gone):
         return None
 
@@ -270,9 +287,9 @@ async def score_calls(
     *,
     param: str,
 ) -> list[Generation] | None:
-    """Return the scores of these calls' prompts, computed concurrently, without the calls that are None.
+    """Return the scores of the prompts, computed concurrently, without the calls that are None.
 
-    Returns None if the client has left.
+    Returns None if the client has disconnected.
     """
     owner, calls = caller_of(request).owner, [bounded(request, call) for call in asked if call is not None]
     check_num_scores(calls, param)
@@ -284,15 +301,15 @@ async def score_calls(
 
 
 async def off_loop_if_long(to_call: Callable[[], ChatCall], num_messages: int) -> ChatCall:
-    """Make a call of a body; with more than `LONG_CONVERSATION` messages, in a thread."""
+    """Convert a body into a call, in a thread if it has more than `LONG_CONVERSATION` messages."""
     return await asyncio.to_thread(to_call) if num_messages > LONG_CONVERSATION else to_call()
 
 
 async def check_model(request: Request, endpoint: Endpoint, name: str, body_session_id: str | None = None) -> None:
-    """Check that a model is served; in a session any name but another model's is the session's.
+    """Check that a model is served. In an existing session every name is accepted, except another served model's.
 
-    Agents have model names of their own. A session that a body or a header creates is under the adapter that its
-    first call names. Raises as `Endpoint.check_model`.
+    Agents often have fixed model names, so a session ignores them. A session that a body or a header creates uses
+    the adapter that its first call names. Raises the errors of `Endpoint.check_model`.
     """
     is_named = body_session_id is not None or names_session(request)
     if name in endpoint.others or not is_named:
@@ -303,7 +320,7 @@ async def check_model(request: Request, endpoint: Endpoint, name: str, body_sess
 
 
 async def call_adapter(request: Request, endpoint: Endpoint, name: str) -> None:
-    """Have a request's calls sampled under the adapter that it names. Raises as `Endpoint.check_model`."""
+    """Sample a request's calls with the adapter that it names. Raises the errors of `Endpoint.check_model`."""
     request.scope["state"]["adapter"] = await endpoint.adapter_of(name, caller_of(request).names)
 
 
@@ -313,11 +330,11 @@ def adapter_of(request: Request) -> str:
 
 
 async def call_key(request: Request, endpoint: Endpoint, body_session_id: str | None) -> tuple[CallKey, str | None]:
-    """Return the identity of this request, and the id of the session that it names, as its owner knows it.
+    """Return the identity of this request, and the id of its session as the owner knows it.
 
     The identity is the path, the body and the client's retry count; a count that is not a number is 0. A request
-    with an `Idempotency-Key` is a retry of any request with the same key and body; its count is ignored. Raises
-    HeldElsewhere, and InvalidRequest for names that disagree.
+    with an `Idempotency-Key` is a retry of any request with the same key and body, and its retry count is ignored.
+    Raises HeldElsewhere, and InvalidRequest if names disagree.
     """
     named, _ = session_name(request, body_session_id)
     if named is not None:
@@ -332,19 +349,19 @@ async def call_key(request: Request, endpoint: Endpoint, body_session_id: str | 
     if (idempotency_key := request.headers.get(IDEMPOTENCY_HEADER)) is not None:
         digest.update(b"\0" + idempotency_key.encode())
         return CallKey(digest.digest(), min(max(count, 1), _MAX_RETRY_COUNT)), session_id
-    was_refused = session_id is not None and endpoint.was_refused(
-        caller_of(request).owner, session_id, digest.digest()
+    num_refused = (
+        0 if session_id is None else endpoint.num_refused(caller_of(request).owner, session_id, digest.digest())
     )
-    return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT), False, was_refused), session_id
+    return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT), False, num_refused), session_id
 
 
 def _read_timeout_s(request: Request) -> float | None:
-    """Return how long the OpenAI and Anthropic clients wait for an answer, where they say it."""
+    """Return the read timeout that the OpenAI and Anthropic clients send; None without one."""
     text = request.headers.get(READ_TIMEOUT_HEADER)
     if text is None:
         return None
     try:
         value = float(text)
     except ValueError:
-        return None  # a hint; httpx writes "None" for no timeout
+        return None  # the header is only a hint; httpx writes "None" for no timeout
     return value if math.isfinite(value) and value > 0 else None

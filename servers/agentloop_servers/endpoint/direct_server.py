@@ -1,8 +1,7 @@
-"""The server of one ingress process: its app on the public port, which the processes share, and on one of its own.
+"""The server of one ingress process: its app on the public port, which all processes share, and on a private port.
 
-Agents on this host, and the endpoint's other processes, reach the process by its own port; all others, by the
-public one. Over several hosts a gate keeps the own port for the other processes. Every connection is bounded
-(`http/connections.py`).
+Agents on this host and the endpoint's other processes use the private port, all others the public port. On several
+hosts a gate restricts the private port to the other processes. Every connection has bounds (`http/connections.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class DirectServer:
         tls: tuple[str, str] | None = None,
         trust: Trust | None = None,
     ) -> None:
-        """`tls`, the files of a certificate chain and its key, is of the public port; `trust`, of its own."""
+        """`tls` has the files of the public port's certificate chain and key; `trust` secures the private port."""
         self._app = app
         self._host = host
         self._tls = tls
@@ -52,15 +51,16 @@ class DirectServer:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, port: int = 0, public: socket.socket | None = None) -> str:
-        """Listen on `port`, or on one that the system chooses if that is taken; returns the base URL.
+        """Listen on `port`, or on a port that the system chooses if `port` is in use; returns the base URL.
 
-        `public` is a socket that listens already, and is served too; the server closes it.
-
-        Raises ServiceUnavailable.
+        `public` is a socket that already listens; it is served too and closed by the server. Raises
+        ServiceUnavailable.
         """
         listener = self._listener(port)
         port = listener.getsockname()[1]
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of what strangers send
+        logging.getLogger("uvicorn.error").setLevel(
+            logging.ERROR
+        )  # uvicorn logs a warning for every malformed request from outside
         self._watching = asyncio.create_task(self._connections.watch(), name="http connections")
         secured: dict[str, Any] = {}
         if self._tls is not None:
@@ -95,7 +95,7 @@ class DirectServer:
             proxy_headers=False,
             timeout_keep_alive=math.ceil(self._connections.limits.idle_timeout_s),
             backlog=BACKLOG,
-            interface="asgi3",  # uvicorn takes a bound method for an older one
+            interface="asgi3",  # uvicorn would take a bound method for an ASGI 2 app
             http=http,  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
             **options,
@@ -114,16 +114,16 @@ class DirectServer:
         finally:
             is_up.cancel()
         if not server.started:
-            raise ServiceUnavailable("the endpoint's own port did not open")
+            raise ServiceUnavailable("the endpoint's private port did not open: see the log for the reason")
 
     def check_health(self) -> None:
-        """Raises ServiceUnavailable if it has stopped by itself."""
+        """Raise ServiceUnavailable if the server has stopped without `close`."""
         for task in (*self._serving, *filter(None, [self._watching])):
             if task.done():
-                raise ServiceUnavailable("the endpoint's own port is closed") from task.exception()
+                raise ServiceUnavailable("the endpoint's private port has stopped listening") from task.exception()
 
     async def close(self) -> None:
-        """Stop listening; open requests have a few seconds. Idempotent."""
+        """Stop listening; open requests have `STOP_TIMEOUT_S` to finish. Idempotent."""
         for server in self._servers:
             server.stop()
         if self._serving:
@@ -136,7 +136,7 @@ class DirectServer:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app, whose guard answers for what is still in flight a while after `close`."""
+        """Run the app. Its guard answers requests that still run some time after `close`."""
         if scope["type"] == "http":
             scope.setdefault("state", {})["server_ends"] = self._ends
         await self._app(scope, receive, send)
@@ -158,7 +158,7 @@ def _gated(gate: Gate, http: Callable[..., asyncio.Protocol], **options: Any) ->
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signal handlers alone, and says when it listens."""
+    """Keeps the process's signal handlers and sets an event once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -166,7 +166,7 @@ class _Server(uvicorn.Server):
         self._is_stopped = asyncio.Event()
 
     def stop(self) -> None:
-        """Begin to end. Idempotent."""
+        """Start to shut down. Idempotent."""
         self.should_exit = True
         self._is_stopped.set()
 

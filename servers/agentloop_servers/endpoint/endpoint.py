@@ -1,6 +1,6 @@
-"""The endpoint as its routes see it, and its bounds. `processes/endpoint.py` makes the one `Endpoint` of a process.
+"""The endpoint as its routes see it, and its limits. `processes/endpoint.py` makes the process's only `Endpoint`.
 
-Ownership: sessions belong to `registry.py`, conversations to `agentloop/sessions/session.py`; routes hold neither.
+`registry.py` owns sessions and `agentloop/sessions/session.py` conversations; routes keep neither.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from agentloop.api.coordinator import NamedAdapter
 from agentloop.api.owners import adapter_named
-from agentloop.chat.call import ChatModel
+from agentloop.chat.call import CallKey, ChatModel
 from agentloop.errors import AgentLoopError, ModelNotFound, Overloaded
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer
@@ -23,15 +23,15 @@ from agentloop_servers.endpoint.users import ServedUsers
 from agentloop_servers.http.responses import in_time
 
 DEFAULT_MODEL = "default"
-"""The name under which every service's model is known, whatever it is."""
+"""A name of the model that every service accepts."""
 
 MAX_ADAPTERS = 64
 
-_MAX_REFUSED = 4096  # calls of one user that are remembered as refused; an SDK's retry follows within a minute
+_MAX_REFUSED = 4096  # refused calls remembered for one user; an SDK retries within a minute
 
 
 class ServedBeside(Exception):
-    """The call is for another model of the service, whose app answers it: `ingress/app.py`."""
+    """The call names another model of the service. `ingress/app.py` passes it to that model's app."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -40,15 +40,15 @@ class ServedBeside(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EndpointLimits:
-    """Every bound of the endpoint's HTTP side; those of bodies stand beside the bodies."""
+    """Limits of the endpoint's HTTP side. Those of bodies are defined with the bodies."""
 
-    max_open_calls: int = 4096  # model calls at once; the next one gets 429
-    score_share: float = 1.0  # of the engines' time while other calls run
-    timeout_s: float = 600.0  # of one call that names no shorter one
-    keep_alive_s: float = 5.0  # silence of a stream until a comment is sent
-    send_timeout_s: float = 30.0  # how long a client may leave what was sent unread
-    registry_timeout_s: float = 60.0  # of what only touches the registry
-    status_timeout_s: float = 5.0  # of a question to the coordinator
+    max_open_calls: int = 4096  # concurrent model calls; the next one gets 429
+    score_share: float = 1.0  # share of the engines' time for scores while other calls run
+    timeout_s: float = 600.0  # default timeout of a call
+    keep_alive_s: float = 5.0  # a silent stream sends a comment after so long
+    send_timeout_s: float = 30.0  # a client may leave sent data unread for so long
+    registry_timeout_s: float = 60.0  # for work that touches only the registry
+    status_timeout_s: float = 5.0  # for a request to the coordinator
 
 
 @dataclass(slots=True)
@@ -61,26 +61,28 @@ class Endpoint:
     model_name: str
     max_model_len: int
     limits: EndpointLimits = EndpointLimits()
-    created_at: int = 0  # seconds since 1970, as `GET /v1/models` tells
+    created_at: int = 0  # seconds since 1970, shown by `GET /v1/models`
     unix_time: Callable[[], float] = time.time
-    shards: ShardRouter | None = None  # to the endpoint's other processes, if there are any
-    path: str = ""  # below which its routes are, within the service
-    public_url: str | None = None  # as others reach the service; None: the address that a connection came in on
-    direct_url: str | None = None  # this process's own, on this host; None if there is but one
-    live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
+    shards: ShardRouter | None = None  # routes to the endpoint's other processes, if there are any
+    path: str = ""  # path prefix of its routes within the service
+    public_url: str | None = None  # the service's URL for clients; None: the address of the connection
+    direct_url: str | None = None  # this process's URL on this host; None with a single process
+    live_version: Callable[[], Awaitable[int | None]] | None = None  # requests the version from the coordinator
     users: ServedUsers | None = None
     takes_images: bool = False
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
-    adapters: dict[str, None] = field(default_factory=dict)  # names of adapters, each the policy that is served now
+    adapters: dict[str, None] = field(
+        default_factory=dict
+    )  # adapter names that mean the served policy, oldest first
     by_name: Callable[[], Awaitable[tuple[NamedAdapter, ...]]] | None = None
-    """Asks the coordinator for the adapters that are served by name; None: none can be."""
-    others: Mapping[str, Endpoint] = field(default_factory=dict)  # of the models beside this one, by name
+    """Requests the adapters served by name from the coordinator; None if adapters have no names."""
+    others: Mapping[str, Endpoint] = field(default_factory=dict)  # by name, the models next to this one
     num_open_calls: int = field(default=0, init=False)
-    _refused: dict[str, dict[tuple[str, bytes], None]] = field(default_factory=dict, init=False)
+    _num_refused: dict[str, dict[tuple[str, bytes], int]] = field(default_factory=dict, init=False)
 
     @property
     def chat_model(self) -> ChatModel:
-        """The model, as far as dialects must know it."""
+        """The model's facts that dialects need."""
         renderer = self.renderer
         return ChatModel(
             self.parser,
@@ -91,7 +93,7 @@ class Endpoint:
         )
 
     async def weight_version(self) -> int | None:
-        """Return the served weight version; None if there is none, or the coordinator does not answer."""
+        """Return the served weight version; None without one, or if the coordinator does not answer."""
         if self.live_version is None:
             return None
         try:
@@ -100,27 +102,28 @@ class Endpoint:
             return None
 
     def has_model(self, name: str) -> bool:
-        """Tell if a name is a model's: the policy's, or that of one beside it."""
+        """Return True if `name` is the policy's name or that of a model next to it."""
         return name in (self.model_name, DEFAULT_MODEL, *self.others)
 
     def check_model(self, name: str) -> None:
-        """Raises ModelNotFound for a name that is not served, and ServedBeside for another model's."""
+        """Raise ModelNotFound if `name` is not served, and ServedBeside if it is another model's."""
         if name in self.others:
             raise ServedBeside(name)
         if name not in (self.model_name, DEFAULT_MODEL) and name not in self.adapters:
             names = ", ".join(map(repr, (self.model_name, *self.adapters, *self.others)))
-            raise ModelNotFound(f"the model {name[:200]!r} does not exist; there is {names}", param="model")
+            raise ModelNotFound(f"the model {name[:200]!r} is not served; this service has {names}", param="model")
 
     async def served_adapters(self) -> tuple[NamedAdapter, ...]:
-        """Return the adapters that are served by name. Raises what a coordinator's answer raises."""
+        """Return the adapters that are served by name. Raises DeadlineExceeded and the coordinator's errors."""
         if self.by_name is None:
             return ()
         return await in_time(
-            self.by_name(), self.limits.status_timeout_s, "the coordinator does not answer in time"
+            self.by_name(), self.limits.status_timeout_s, "the coordinator did not answer in time; retry"
         )
 
     async def adapter_of(self, name: str, user_names: Sequence[str]) -> str:
-        """Return the adapter that a user names as a model; "" for the policy. Raises as `check_model`."""
+        """Return the adapter that a user names as a model; "" for the policy. Raises the errors of
+        `check_model`."""
         if self.by_name is None or self.has_model(name):
             self.check_model(name)
             return ""
@@ -129,46 +132,51 @@ class Endpoint:
             return adapter_named(name, user_names, names)
         except ModelNotFound as error:
             models = ", ".join(map(repr, (self.model_name, *self.others)))
-            raise ModelNotFound(f"{error.message}; the models are {models}", param="model") from error
+            raise ModelNotFound(f"{error.message}; this service's models are {models}", param="model") from error
 
     def name_adapter(self, name: str) -> None:
-        """Accept an adapter's name for the policy, too; beyond `MAX_ADAPTERS` the oldest is dropped."""
+        """Accept an adapter's name for the policy. Beyond `MAX_ADAPTERS` the oldest name is dropped."""
         self.adapters.pop(name, None)
         self.adapters[name] = None
         if len(self.adapters) > MAX_ADAPTERS:
             del self.adapters[next(iter(self.adapters))]
 
     def check_is_here(self, session_id: str) -> None:
-        """Raises HeldElsewhere if another process of the endpoint has the session."""
+        """Raise HeldElsewhere if another process of the endpoint holds the session."""
         if self.shards is not None:
             self.shards.check_is_here(session_id)
 
-    def was_refused(self, owner: str, session_id: str, digest: bytes) -> bool:
-        """Return True if an equal call of this user's session failed before."""
-        return (session_id, digest) in self._refused.get(owner, ())
+    def num_refused(self, owner: str, session_id: str, digest: bytes) -> int:
+        """Return the number of a session's equal first attempts that were rejected (`noting_refusal`)."""
+        return self._num_refused.get(owner, {}).get((session_id, digest), 0)
 
     @contextmanager
-    def noting_refusal(self, owner: str, session_id: str | None, digest: bytes) -> Iterator[None]:
-        """Remember a call whose block fails, in memory: its retry must not take an equal call's answer.
+    def noting_refusal(
+        self, owner: str, session_id: str | None, key: CallKey
+    ) -> Iterator[Callable[[str, str], None]]:
+        """Count a first attempt whose block fails before the session accepts it, in memory. Yields the function to
+        call with the ids of the session and of the call when the session accepts it.
 
-        The session may not exist yet, and what failed before the call began has no record in it.
+        Such an attempt may precede its session and has no record in it, but the client's retry must not get the
+        answer of another client's equal call (`CallTable.continued_by`).
         """
+        accepted: list[str] = []
         try:
-            yield
+            yield lambda _, call_id: accepted.append(call_id)
         except BaseException:
-            if session_id is not None:
-                refused = self._refused.setdefault(owner, {})
-                refused.pop((session_id, digest), None)
-                refused[session_id, digest] = None
-                if len(refused) > _MAX_REFUSED:
-                    del refused[next(iter(refused))]
+            # A rejected retry adds no client: its first attempt is counted here or recorded by the session.
+            if session_id is not None and not accepted and key.retry_count == 0:
+                counts = self._num_refused.setdefault(owner, {})
+                counts[session_id, key.digest] = counts.pop((session_id, key.digest), 0) + 1
+                if len(counts) > _MAX_REFUSED:
+                    del counts[next(iter(counts))]
             raise
 
     @contextmanager
     def hold_call_place(self, owner: str) -> Iterator[None]:
-        """Hold a place for a call. Raises Overloaded if all, or all of its user's, are taken."""
+        """Hold a slot for a call. Raises Overloaded if all slots, or all of the user's, are in use."""
         if self.num_open_calls >= self.limits.max_open_calls:
-            raise Overloaded(f"{self.limits.max_open_calls} calls are running")
+            raise Overloaded(f"{self.limits.max_open_calls} calls are running, the maximum: retry later")
         self.num_open_calls += 1
         try:
             with nullcontext() if self.users is None else self.users.call(owner):

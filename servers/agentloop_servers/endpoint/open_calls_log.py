@@ -1,8 +1,7 @@
-"""The open-call log: the calls that run, in a file that a process which dies leaves behind.
+"""Write-ahead log of open calls: the file from which the next process learns which calls ran when this one died.
 
-Ownership: the file, an append log, from `open` on. A call's frame is written before its first token is sampled,
-another one once its end is on disk: each a few microseconds. When the file has become large, calls that go on are
-written into a fresh one.
+A call's frame is written before its first token is sampled, a second one once its result is on disk. When the file
+is large, the calls that are still open are copied to a new file. The log owns the file from `open` on.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from agentloop.storage.disk_room import is_full
 from agentloop.trajectory.node import CallRecord, ModelCallState
 
 ROTATE_BYTES = 256 << 10
-"""Size of a file, from which on it is replaced if most of its calls have ended."""
+"""A file of this size is replaced if most of its calls have ended."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A call that was begun. Of two calls the one with the greater number began later."""
+    """A call that has started. Numbers increase in the order in which calls start."""
 
     number: int
     session_id: str
@@ -35,10 +34,10 @@ class OpenCall:
 
 
 class OpenCallsLog:
-    """The calls of this process that have not ended, by session. Synchronous; of one thread once it is open."""
+    """The running calls of this process, by session. Synchronous, and used by one thread once it is open."""
 
     def __init__(self, path: Path | None) -> None:
-        """Without a path they are in memory alone."""
+        """Without a path the calls are kept in memory only."""
         self._path = path
         self._fd = -1
         self._num_bytes = 0
@@ -46,37 +45,41 @@ class OpenCallsLog:
         self._held: dict[str, dict[str, tuple[OpenCall, bytes]]] = {}  # calls with their frames, in order
 
     def open(self) -> None:
-        """Make the file anew, without an earlier process's calls.
+        """Create the file empty, in place of an earlier process's file.
 
-        Raises StorageFull, or ServiceUnavailable when the disk fails otherwise.
+        Raises StorageFull, or ServiceUnavailable if the disk fails otherwise.
         """
         assert self._path is not None
         try:
-            self._path.unlink(missing_ok=True)  # not truncated: a process that lingers writes into its own file
+            # Unlink instead of truncate: an old process that still runs then writes to its own file.
+            self._path.unlink(missing_ok=True)
             self._fd = open_log(self._path, is_new=True)
         except OSError as error:
             kind = StorageFull if is_full(error) else ServiceUnavailable
-            raise kind(f"{self._path.name} cannot be made: {error}") from error
+            raise kind(f"{self._path.name} cannot be created: {error}") from error
 
     def close(self) -> None:
-        """Let go of the file, which stays as it is. Idempotent."""
+        """Close the file and keep it. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def add(self, number: int, session_id: str, call: CallRecord) -> None:
-        """Keep an open call: its number, ids, digest and creation time. Raises ServiceUnavailable if it cannot be
-        written, and InvariantBroken for a known call; nothing is kept then."""
+        """Add an open call: its number, ids, digest and creation time.
+
+        Raises ServiceUnavailable or StorageFull if it cannot be written, and InvariantBroken for a known call;
+        nothing is added then.
+        """
         calls = self._held.get(session_id, {})
         if call.call_id in calls:
-            raise InvariantBroken(f"call {call.call_id} has begun already")
+            raise InvariantBroken(f"call {call.call_id} is already open")
         fields = number, session_id, call.call_id, call.digest.hex(), call.created_at
         framed = frame(msgspec.json.encode(fields))
         try:
             self._append(framed)
         except OSError as error:
             kind = StorageFull if is_full(error) else ServiceUnavailable
-            raise kind(f"there is no room for another open call: {error}") from error
+            raise kind(f"the call cannot be logged as open: {error}") from error
         calls[call.call_id] = OpenCall(number, session_id, call), framed
         self._held[session_id] = calls
 
@@ -86,11 +89,11 @@ class OpenCallsLog:
         return None if held is None else held[0]
 
     def of_session(self, session_id: str) -> list[OpenCall]:
-        """Return a session's open calls, in the order they began."""
+        """Return a session's open calls in the order in which they started."""
         return [opened for opened, _ in self._held.get(session_id, {}).values()]
 
     def remove(self, session_id: str, call_id: str) -> None:
-        """Take out a call whose end is on disk. Unknown calls: no-op."""
+        """Remove a call whose result is on disk. Unknown calls are ignored."""
         calls = self._held.get(session_id, {})
         held = calls.pop(call_id, None)
         if held is None:
@@ -100,15 +103,17 @@ class OpenCallsLog:
         try:
             self._append(frame(b"[%d]" % held[0].number))
         except (OSError, ServiceUnavailable) as error:
-            _log.debug("end_not_logged", call=call_id, error=repr(error))  # the store has it, which counts
+            _log.debug(
+                "end_not_logged", call=call_id, error=repr(error)
+            )  # the result in the store takes precedence over the log
 
     def remove_all(self, session_id: str) -> None:
-        """Take out all calls of a session that is gone."""
+        """Remove all calls of a deleted session."""
         for opened in self.of_session(session_id):
             self.remove(session_id, opened.call.call_id)
 
     def _append(self, framed: bytes) -> None:
-        """Write a frame whole or not at all. Raises OSError, and ServiceUnavailable if the file is closed."""
+        """Append a complete frame. Raises OSError, and ServiceUnavailable if the file is closed."""
         if self._path is None:
             return
         if self._fd < 0:
@@ -119,7 +124,7 @@ class OpenCallsLog:
         self._num_bytes += len(framed)
 
     def _rotate(self) -> None:
-        """Go on in a file that has only the open calls. Where that fails, go on in this one."""
+        """Continue in a new file that has only the open calls; if that fails, in the current file."""
         assert self._path is not None
         frames = b"".join(framed for calls in self._held.values() for _, framed in calls.values())
         self._rotate_at = max(ROTATE_BYTES, 4 * len(frames), 2 * self._num_bytes)
@@ -128,7 +133,9 @@ class OpenCallsLog:
             fresh.unlink(missing_ok=True)
             fd = open_log(fresh, is_new=True)
             append(fd, frames)
-            if os.path.samestat(os.fstat(self._fd), os.stat(self._path)):  # else it is another process's
+            if os.path.samestat(
+                os.fstat(self._fd), os.stat(self._path)
+            ):  # otherwise another process has replaced the file
                 os.replace(fresh, self._path)
                 self._fd, fd = fd, self._fd
                 self._num_bytes, self._rotate_at = len(frames), max(ROTATE_BYTES, 4 * len(frames))
@@ -140,9 +147,10 @@ class OpenCallsLog:
 
 
 def read_open_calls(path: Path) -> list[OpenCall]:
-    """Return the calls in a dead process's file, in the order they began.
+    """Return the calls in a dead process's file, in the order in which they started.
 
-    A last frame that was cut off is none: its call has not begun. No file: nothing. Raises OSError.
+    A truncated last frame is ignored: its call was never sampled. Without a file there are no calls. Raises
+    OSError.
     """
     try:
         data = path.read_bytes()

@@ -1,13 +1,12 @@
 """The registry of sessions, from their creation to the record in the run's store.
 
-    created ──► open ──► finished ──► gone        evicted and restored in between, as memory asks for
+    created ──► open ──► finished ──► gone        sessions may be evicted from memory and restored in between
                   └───────── deleted ──┘
 
-Ownership: the sessions of one process, their file, their leases, and the watch that expires, evicts and records.
-An answer leaves after what it says is on disk. A session that ends is recorded by the coordinator exactly once:
-what was finished but not recorded when the process died, or while the coordinator was away, is recorded later. Ids
-are never used twice. A one-off session is finished by its time; without a turn it leaves no record, and it never
-leaves a tombstone.
+Owns the sessions of one process, their file, their leases, and the task that expires, evicts and records them.
+Invariants: a response is sent after its changes are on disk. The coordinator records each ended session exactly
+once, also if the process died or the coordinator was away before it was recorded. Ids are never reused. A one-off
+session finishes when it expires; it leaves a record only if it has a turn, and never a tombstone.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.http.auth import SessionKeys
 
 _PAGE = 64  # sessions that the watch reads at a time
-_MAX_CLAIMS = 1024  # rollouts of sessions that are remembered: the coordinator is asked again of the others
+_MAX_CLAIMS = 1024  # remembered claims of rollouts; the coordinator is asked again for others
 _SESSION_ID = re.compile(ID_PATTERN)
-_ENTRY_BYTES = 4096  # of a session without turns, as measured: its objects, and its place in the tables here
+_ENTRY_BYTES = 4096  # measured size of a session without turns: its objects and its table entries
 
 # What the process grows by for a byte of live objects, the rest being holes that the allocators keep. Measured with
 # `tests/benchmarks/endpoint.py`'s load, 300 sessions x 50 turns, less what the caches of the process grew by: 1.1
@@ -73,40 +72,40 @@ _log = structlog.stdlib.get_logger(__name__)
 class SessionLimits:
     """Bounds of a process's sessions. All finite."""
 
-    max_sessions: int = 20_000  # open ones of one user; the next gets 429
+    max_sessions: int = 20_000  # open sessions of one user; the next gets 429
     max_resident_bytes: int = 512 << 20
-    idle_s: float = 60.0  # without use, until a session leaves memory
+    idle_s: float = 60.0  # without use, until a session is evicted from memory
     ttl_s: float = 3600.0  # without use, until a session expires; also how long a finished one can be read
     one_off_ttl_s: float = 600.0
     max_ttl_s: float = 7 * 86_400.0
-    restart_grace_s: float = 300.0  # that a session lives at least, after a start of its process
+    restart_grace_s: float = 300.0  # minimum remaining life of a session after its process starts
     watch_interval_s: float = 1.0
     record_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class NewSession:
-    """A session to come, as its caller describes it. Its record becomes sample `sample_index` of `group_id`."""
+    """The properties of a session to be created. Its record becomes sample `sample_index` of `group_id`."""
 
-    session_id: str | None = None  # None: one is made up
+    session_id: str | None = None  # None: the service generates one
     ttl_s: float | None = None
     rollout_id: str = SESSIONS_ROLLOUT_ID
-    group_id: str = ""  # empty: a group of its own
+    group_id: str = ""  # empty: the session is its own group
     task_id: str = ""
     sample_index: int = 0
     refuses_overflow: bool = False
     gives_unread_calls: bool = False
     task_messages: tuple[Message, ...] = ()
     traceparent: str = ""  # the W3C trace context of its caller
-    weight_version: VersionDemand | None = None  # of calls that say none
-    adapter: str = ""  # as `NamedAdapter` has its name; empty: the base weights
+    weight_version: VersionDemand | None = None  # of calls that demand none
+    adapter: str = ""  # named as in `NamedAdapter`; empty: the base weights
 
 
 class SessionCache:
-    """The sessions in memory by id, the longest unused first. Synchronous.
+    """The sessions in memory by id, least recently used first. Synchronous.
 
-    At most one `Session` exists for an id: one that was dropped while a caller still has it is found again, never
-    made twice. A session with open calls is not dropped.
+    At most one `Session` object exists for an id: a dropped session that a caller still uses is returned again
+    instead of being created twice. A session with open calls is not dropped.
     """
 
     def __init__(self, now: Callable[[], float], max_bytes: int, idle_s: float) -> None:
@@ -126,12 +125,12 @@ class SessionCache:
 
     @property
     def sessions(self) -> list[Session]:
-        """Sessions in memory, and those that were dropped while a caller still has them."""
+        """Sessions in memory, including dropped ones that a caller still uses."""
         return list(self._alive.values())
 
     @property
     def num_bytes(self) -> int:
-        """An estimate of the bytes that the process has grown by for the sessions."""
+        """Estimated growth of the process's memory by these sessions, in bytes."""
         for session_id in self._changed:
             session = self._held.get(session_id)
             if session is not None:
@@ -143,18 +142,18 @@ class SessionCache:
 
     @property
     def is_full(self) -> bool:
-        """True once the quota is used up."""
+        """True once the quota is reached."""
         return self.num_bytes >= self._max_bytes
 
     def get(self, session_id: str) -> Session | None:
-        """Return the session, if it is in memory; this counts as a use."""
+        """Return the session if it is in memory. Counts as a use."""
         session = self._alive.get(session_id)
         if session is not None:
             self.add(session)
         return session
 
     def add(self, session: Session) -> None:
-        """Hold a session; this counts as a use."""
+        """Add a session. Counts as a use."""
         session_id = session.session_id
         if self._held.get(session_id) is not session:
             self._held[session_id] = self._alive[session_id] = session
@@ -163,18 +162,18 @@ class SessionCache:
         self._changed.add(session_id)
 
     def drop(self, session_id: str) -> None:
-        """Hold it no more. Unknown ids: no-op."""
+        """Drop a session. Unknown ids are ignored."""
         if self._held.pop(session_id, None) is not None:
             del self._used_at[session_id]
             self._num_bytes -= self._sizes.pop(session_id, 0)
 
     def forget(self, session_id: str) -> None:
-        """Drop a session that has ended for good. It is found here no more, also by a caller that has it."""
+        """Drop a session that has ended, so that later calls do not find it even while a caller still uses it."""
         self.drop(session_id)
         self._alive.pop(session_id, None)
 
     def evict(self) -> list[str]:
-        """Drop idle sessions, and over the quota the longest unused. Returns the ids."""
+        """Drop idle sessions, then the least recently used ones until the quota is met. Returns the ids."""
         idle_since = self._now() - self._idle_s
         evicted: list[str] = []
         for session_id in list(self._held):
@@ -188,27 +187,27 @@ class SessionCache:
 
 
 class StoreJournal:
-    """The journal of the sessions in memory, in their store. A write counts as a use of its session."""
+    """Writes the journal of the sessions in memory to their store. A write counts as a use of its session."""
 
     def __init__(self, store: SessionStore, cache: SessionCache, on_finished: Callable[[str], None]) -> None:
-        """`on_finished` is called with the owner of an open session that was finished."""
+        """`on_finished` is called with the owner when an open session becomes finished."""
         self._store = store
         self._cache = cache
         self._on_finished = on_finished
 
     def open_call(self, session_id: str, call_record: CallRecord) -> None:
-        """Keep that a call is open. Raises SessionNotFound for a session that was deleted, ServiceUnavailable."""
+        """Store that a call is open. Raises SessionNotFound for a deleted session, and ServiceUnavailable."""
         if self._cache.get(session_id) is None:
             raise _not_found(session_id)
         self._store.open_call(session_id, call_record)
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
-        """Keep what became of a call; its session has a new size then."""
+        """Store the result of a call, and update the session's size."""
         await self._store.close_call(session_id, call_record, nodes)
         self._cache.get(session_id)
 
     async def save(self, record: SessionRecord) -> None:
-        """Keep this record instead of the one before."""
+        """Replace the session's record."""
         if await self._store.save(record):
             self._on_finished(record.owner)
 
@@ -231,26 +230,33 @@ class Sessions:
         executor: Executor | None = None,
         min_free_bytes: int = 0,
     ) -> None:
-        """`parts` says by which clocks time goes; `shards` are the endpoint's processes, if there may be others;
-        `executor` runs the store, in a thread of its own by default.
-        With fewer than `min_free_bytes` free on the disk no session is created."""
+        """Wire the registry.
+
+        `parts` has the clocks. `shards` routes to the endpoint's processes, if there may be others. `executor` runs
+        the store; by default it has its own thread. No session is created while the disk has fewer than
+        `min_free_bytes` free.
+        """
         self._limits = limits
         self._shards = shards or ShardRouter(coordinator)
         self.keys = SessionKeys(secret)
-        self.parts = parts  # calls that no session records are made with them too
-        self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
+        self.parts = parts  # also used for calls that no session records
+        self._time = SteadyTime(
+            parts.unix_time, parts.clock.now
+        )  # for expiry: a jump of the system clock expires no session
         self.store = SessionStore(where, self._time, executor, min_free_bytes=min_free_bytes, shards=self._shards)
         self._shards.on_gained = None if isinstance(where, str | Path) else self._take_in
-        self._notes = OwnedTasks("session-records")  # that records are in the run's store, on their way to the file
+        self._notes = OwnedTasks("session-records")  # pending writes that mark sessions as recorded
         self.cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
-        # The process's one: direct calls report through it too.
+        # one for the process: direct calls report through it too
         self.reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases, reports)
         self._leases = CallLeases(
             coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases, tally=parts.tally
         )
         self.on_new: Callable[[str], None] | None = None  # counts a user's next session, or refuses it
         self._coordinator = coordinator
-        self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner, rollout -> its name in the store
+        self._claims: OrderedDict[tuple[str, str], str] = (
+            OrderedDict()
+        )  # (owner, rollout) -> the rollout's name in the store
         self._locks = KeyedLocks()
         self._watching: asyncio.Task[None] | None = None
         self._num_open: Counter[str] = Counter()  # by owner
@@ -266,8 +272,10 @@ class Sessions:
         return self._num_open.total()
 
     async def start(self) -> None:
-        """Open the store, and begin the watch, which expires, evicts and records. Raises InvalidRequest if it is no
-        session store."""
+        """Open the store and start the watch, which expires, evicts and records sessions.
+
+        Raises InvalidRequest if the file is not a session store.
+        """
         await self.store.start()
         self._num_open = Counter(await self.store.num_of_owners())
         self._time.not_before(await self.store.last_use())
@@ -275,7 +283,7 @@ class Sessions:
         self._watching = asyncio.create_task(self._watch(), name="sessions-watch")
 
     async def close(self) -> None:
-        """End the watch and every open call, give the leases back and let go of the file. Idempotent."""
+        """Stop the watch, end all open calls, release the leases and close the file. Idempotent."""
         if self._watching is not None:
             watching, self._watching = self._watching, None
             watching.cancel()
@@ -288,19 +296,22 @@ class Sessions:
         await self.store.close()
 
     def check_health(self) -> None:
-        """Raise the error that ended the task which expires, evicts and records sessions, and ServiceUnavailable
-        once another process has them: this one is of no use any more."""
+        """Raise the error that ended the watch, or ServiceUnavailable once another process has taken the sessions
+        over.
+
+        This process must then be replaced.
+        """
         if self.store.is_taken_over:
             raise ServiceUnavailable("another process has taken these sessions over")
         if self._watching is not None and self._watching.done():
             self._watching.result()
 
-    # --- requests ---
+    # Requests
 
     async def create(self, wanted: NewSession, names: Sequence[str]) -> Session:
-        """Create a session of the user with these names. A repeat before the first call gets the same session.
+        """Create a session of the user with these names. A repeat before the first call returns the same session.
 
-        Raises Conflict for an id that was used, or a rollout that was submitted, Overloaded, InvalidRequest.
+        Raises Conflict for a used id or for a rollout that was submitted, Overloaded, InvalidRequest.
         """
         owner = names[0]
         if wanted.rollout_id != SESSIONS_ROLLOUT_ID:
@@ -313,13 +324,17 @@ class Sessions:
             try:
                 known = await self._found(record.session_id, owner)
             except AgentLoopError as error:
-                raise Conflict(f"session id {wanted.session_id!r} was used", param="session_id") from error
+                raise Conflict(
+                    f"session id {wanted.session_id!r} was used before: choose another", param="session_id"
+                ) from error
             if replace(known.record, created_at=record.created_at) != record or known.calls or known.num_open_calls:
-                raise Conflict(f"session {wanted.session_id!r} exists", param="session_id")
+                raise Conflict(
+                    f"session {wanted.session_id!r} exists with other settings or with calls", param="session_id"
+                )
             return known
 
     def resident(self, session_id: str, user_names: Sequence[str] | None) -> Session | None:
-        """Return the session, if it is in memory, and the caller's (`possible_ids`)."""
+        """Return the session if it is in memory and is the caller's (`possible_ids`)."""
         for name, owner in possible_ids(session_id, user_names):
             session = self.cache.get(name)
             if session is not None and owner in (None, session.record.owner):
@@ -327,10 +342,11 @@ class Sessions:
         return None
 
     async def find(self, session_id: str, user_names: Sequence[str] | None, *, is_admin: bool = False) -> Session:
-        """Return a session of the caller's, open or finished; for an admin, of any user that has such an id.
+        """Return a session of the caller, open or finished; an admin gets any user's session with this id.
 
-        Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired), of which SessionLost
-        says that it may have been on a host that is lost. Raises Conflict if several users have the admin's id.
+        Raises SessionNotFound (also for another user's and for deleted sessions), Gone if it has expired,
+        SessionLost if it may have been on a lost host, and Conflict if an admin's id matches sessions of several
+        users.
         """
         if (session := self.resident(session_id, user_names)) is not None:
             return session
@@ -359,7 +375,7 @@ class Sessions:
         if session_id is None:
             session = await self._create(self._new_record(wanted, names[0], is_one_off=True))
             if session is None:
-                raise ServiceUnavailable("a new session id was taken")
+                raise ServiceUnavailable("the generated session id is in use: retry")
             return session
         try:
             return await self.find(session_id, names)
@@ -370,7 +386,7 @@ class Sessions:
             return session if session is not None else await self._found(record.session_id, record.owner)
 
     async def of_user(self, names: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
-        """Return up to `limit` of a user's open and finished sessions in this process, by id after `after`."""
+        """Return up to `limit` open and finished sessions of a user in this process, with ids after `after`."""
         return await self.store.of_owners(names, after, limit)
 
     async def finish(
@@ -379,10 +395,10 @@ class Sessions:
         user_names: Sequence[str] | None,
         end: SessionEnd = SessionEnd(),  # noqa: B008 - frozen
     ) -> Trajectory:
-        """End a session. Returns its trajectory once the run's store has it. A repeat changes nothing.
+        """Finish a session. Returns its trajectory once the run's store has it. Idempotent.
 
-        Raises as `find`, Conflict if another session's record has its place, and ServiceUnavailable: the session is
-        finished then, and its record follows.
+        Raises the errors of `find`, and Conflict if another session's record has its position. After
+        ServiceUnavailable the session is finished and is recorded later.
         """
         session = await self.find(session_id, user_names)
         has_just_ended = session.record.state is SessionState.OPEN
@@ -393,24 +409,30 @@ class Sessions:
         return trajectory
 
     async def delete(self, session_id: str, user_names: Sequence[str] | None) -> None:
-        """Delete a session for good: no record, and its id is never used again. Raises as `find`."""
+        """Delete a session permanently, without a record; its id is never used again. Raises the errors of
+        `find`."""
         own = (await self.find(session_id, user_names)).session_id
         async with self._locks.of(own):
             session = await self._found(own, None)
             state = None if session.record.is_one_off else SessionState.DELETED
             await self._delete(session, state, _not_found(own))
 
-    # --- inside ---
+    # Internals
 
     def _new_record(self, wanted: NewSession, owner: str, *, is_one_off: bool) -> SessionRecord:
         limits = self._limits
         given = self._shards.new_id() if wanted.session_id is None else wanted.session_id
         if _SESSION_ID.fullmatch(given) is None:
-            raise InvalidRequest("a session id is 1 to 128 letters, digits, `.`, `_` or `-`", param="session_id")
+            raise InvalidRequest(
+                f"session id {given[:200]!r}: expected 1 to 128 letters, digits, `.`, `_` or `-`",
+                param="session_id",
+            )
         usual_s = limits.one_off_ttl_s if is_one_off else limits.ttl_s
         ttl_s = usual_s if wanted.ttl_s is None else wanted.ttl_s
         if not 0 < ttl_s <= limits.max_ttl_s:
-            raise InvalidRequest(f"ttl_s is not in (0, {limits.max_ttl_s:g}]", param="ttl_s")
+            raise InvalidRequest(
+                f"ttl_s is {ttl_s:g}: expected a value in (0, {limits.max_ttl_s:g}]", param="ttl_s"
+            )
         return SessionRecord(
             session_id=own_id(owner, given),
             created_at=self.parts.unix_time(),
@@ -432,35 +454,31 @@ class Sessions:
         )
 
     async def _claimed(self, rollout_id: str, names: Sequence[str]) -> str:
-        """Return the store's name of a rollout that is a user's for sessions from now on. Raises Conflict, Gone."""
+        """Claim a rollout name for a user's sessions and return its name in the store. Raises Conflict, Gone."""
         known = self._claims.get((names[0], rollout_id))
         if known is None:
             try:
                 async with asyncio.timeout(self._limits.record_timeout_s):
                     known = await self._coordinator.claim(rollout_id, tuple(names))
             except TimeoutError as error:
-                raise ServiceUnavailable("the coordinator did not answer in time") from error
+                raise ServiceUnavailable("the coordinator did not answer in time; retry") from error
             self._claims[names[0], rollout_id] = known
             if len(self._claims) > _MAX_CLAIMS:
                 self._claims.popitem(last=False)
         return known
 
     async def _create(self, record: SessionRecord) -> Session | None:
-        """Create a session, durably; None if its id was used. Raises Overloaded."""
+        """Create a session durably; None if its id was used. Raises Overloaded."""
         if self._num_open[record.owner] >= self._limits.max_sessions:
             if await self.store.load(record.session_id) is not None:
                 return None
-            raise Overloaded(
-                f"the user has {self._limits.max_sessions} open sessions, the most allowed: finish one"
-            )
+            raise Overloaded(f"the user has {self._limits.max_sessions} open sessions, the maximum: finish one")
         if self.on_new is not None:
             self.on_new(record.owner)
         self._make_room()
         return self._resident(record) if await run_to_end(self._store_new(record)) else None
 
-    async def _store_new(
-        self, record: SessionRecord
-    ) -> bool:  # what is stored is counted, also if the caller leaves
+    async def _store_new(self, record: SessionRecord) -> bool:  # counts stored sessions even if the caller leaves
         self._num_open[record.owner] += 1  # its place, before another task runs
         is_new = False
         try:
@@ -470,7 +488,7 @@ class Sessions:
         return is_new
 
     async def _found(self, session_id: str, owner: str | None) -> Session:
-        """Find the session, in memory or on disk; None may be any owner. The caller holds its lock."""
+        """Find the session in memory or on disk; an `owner` of None matches all. The caller holds its lock."""
         session = self.cache.get(session_id)
         if session is not None:
             return _owned(session, owner)
@@ -500,36 +518,36 @@ class Sessions:
         return session
 
     def _make_room(self) -> None:
-        """Raises Overloaded if sessions with open calls use up the memory."""
+        """Raise Overloaded if sessions with open calls use all of the memory."""
         if self.cache.is_full:
             self._evict()
             if self.cache.is_full:
-                raise Overloaded("the open sessions use up the endpoint's memory")
+                raise Overloaded("sessions with open calls use all of the endpoint's session memory: retry later")
 
     def _evict(self) -> None:
         for session_id in self.cache.evict():
             self._leases.release(session_id)
 
     async def _delete(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
-        """Delete all that a session has; later calls raise `error`. The caller holds its lock."""
+        """Delete a session's data; later calls raise `error`. The caller holds its lock."""
         session_id = session.session_id
         await session.close(error)
         self._leases.end(session_id)
-        self.cache.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
+        self.cache.forget(session_id)  # if the disk fails now, the next lookup restores the session from it
         await run_to_end(self._delete_stored(session_id, session.record.owner, state))
 
     async def _delete_stored(self, session_id: str, owner: str, state: SessionState | None) -> None:
         self._num_open[owner] -= await self.store.delete(session_id, state)
 
     async def _take_in(self, places: Collection[int]) -> None:
-        """Go on with the sessions of a process that was lost."""
+        """Take over the sessions of a lost process."""
         num_open = await self.store.take_in(places)
         self._time.not_before(await self.store.last_use(places))
         await self.store.spare(self._limits.restart_grace_s, places)
         self._num_open.update(await self.store.num_of_owners(places))
         _log.info("sessions_taken_in", num_open=num_open, num_places=len(places))
 
-    # --- the watch ---
+    # The watch
 
     async def _watch(self) -> None:
         while True:
@@ -538,9 +556,9 @@ class Sessions:
             try:
                 await self._expire_all()
                 await self._record_owed()
-            except StorageFull as error:  # the store has said so
+            except StorageFull as error:  # the store has logged it
                 _log.debug("sessions_not_settled", code=error.code, error=str(error))
-            except AgentLoopError as error:  # the disk or the coordinator may come back; what is owed stays owed
+            except AgentLoopError as error:  # the disk or the coordinator may recover; pending records stay pending
                 _log.error("sessions_not_settled", code=error.code, error=str(error))
 
     async def _expire_all(self) -> None:
@@ -559,13 +577,13 @@ class Sessions:
                     await self._expire(session_id, session)
 
     async def _expire(self, session_id: str, session: Session) -> None:
-        """End a session whose time is over; the caller holds its lock. It lives on while calls are open."""
+        """End an expired session, or extend it while calls are open. The caller holds its lock."""
         if session.num_open_calls:
             await self.store.extend(session_id)
             return
         is_open, is_one_off = session.record.state is SessionState.OPEN, session.record.is_one_off
         if not (is_open and is_one_off and session.num_turns == 0):
-            # Nobody was to finish a one-off session: its time is its natural end.
+            # Expiry is the normal end of a one-off session: its client cannot finish it.
             reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
             error = "" if is_one_off else "the session expired"
             await self._record_or_give_up(session, await session.finish(SessionEnd(reason, error)))
@@ -575,7 +593,7 @@ class Sessions:
         _log.info("session_expired", session=session_id, was_open=is_open)
 
     async def _record_owed(self) -> None:
-        """Record what was finished while the coordinator, or this process, was not there."""
+        """Record sessions that finished while the coordinator or this process was not running."""
         after = ""
         while owed := await self.store.owed(after, _PAGE):
             after = owed[-1]
@@ -588,7 +606,7 @@ class Sessions:
                     await self._record_or_give_up(session, await session.finish())
 
     async def _record_or_give_up(self, session: Session, trajectory: Trajectory) -> None:
-        """Record, or note that it will never be possible. Raises what may pass."""
+        """Record the session, or mark that it never can be. Raises retryable errors."""
         try:
             await self._record(session, trajectory)
         except AgentLoopError as error:
@@ -598,10 +616,11 @@ class Sessions:
             self._notes.start(self.store.mark_recorded(session.session_id))
 
     async def _record(self, session: Session, trajectory: Trajectory, *, has_just_ended: bool = False) -> None:
-        """Give a finished session's trajectory to the run's store, unless it has it; the caller holds its lock.
+        """Send a finished session's trajectory to the run's store, unless it was recorded. The caller holds its
+        lock.
 
-        The answer does not wait for the note in the file. A record whose note was lost is given again, which
-        changes nothing. Raises what the coordinator raises, and ServiceUnavailable.
+        Does not wait until the session is marked as recorded: if the mark is lost, the record is sent again, which
+        changes nothing. Raises the coordinator's errors, and ServiceUnavailable.
         """
         session_id = session.session_id
         if not has_just_ended and await self.store.is_recorded(session_id):
@@ -611,8 +630,10 @@ class Sessions:
             async with asyncio.timeout(self._limits.record_timeout_s):
                 await self._coordinator.record(EncodedRecord.of(trajectory))
         except TimeoutError as error:
-            raise ServiceUnavailable("the coordinator did not take the record in time") from error
-        except sqlite3.Error as error:  # of a coordinator in this process
+            raise ServiceUnavailable(
+                "the coordinator did not store the record in time; it is sent again later"
+            ) from error
+        except sqlite3.Error as error:  # from a coordinator in this process
             raise ServiceUnavailable(f"the run's store failed: {error}") from error
         count_record(self.parts.tally, trajectory, "session")
         self._notes.start(self.store.mark_recorded(session_id))

@@ -1,7 +1,7 @@
-"""The routes of model calls, tokens and scores, one table for all dialects.
+"""The routes of model calls, tokens and scores, in one table for all dialects.
 
-Most routes exist at the root and under `/sessions/{session_id}`. They hold no state but caches: `calls.py` runs a
-call, `agentloop/chat/` reads and writes the dialects. Anthropic's routes write errors as its clients read them.
+Most routes exist at the root and under `/sessions/{session_id}`. They keep only caches: `calls.py` runs calls and
+`agentloop/chat/` reads and writes the dialects. Anthropic's routes return errors in Anthropic's form.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _MESSAGES_ERROR: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The answer to `GET /v1/models`."""
+    """The response to `GET /v1/models`."""
 
     object: Literal["list"]
     data: list[Model]
@@ -108,7 +108,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """The prompt of a call that was not made, and how its history was matched with the session's."""
+    """The prompt of a call that is not sampled, and how its history matches the session's."""
 
     prompt_token_ids: list[int]
     prompt: str
@@ -119,7 +119,7 @@ class Preview:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """The ids of a prompt."""
+    """The token ids of a prompt."""
 
     count: int
     max_model_len: int
@@ -129,20 +129,20 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class Detokenized:
-    """The text of ids, control tokens included."""
+    """The text of token ids, including control tokens."""
 
     prompt: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """The answer of `count_tokens`."""
+    """The response of `count_tokens`."""
 
     input_tokens: int
 
 
 def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter:
-    """Return the routes, open to user keys and to the keys of sessions."""
+    """Return the routes, open to user keys and session keys."""
     routes = CallRoutes(endpoint, token_calls, keys)
     is_authenticated, own = (
         Depends(authenticate(keys, endpoint.sessions.keys.opened_by)),
@@ -171,7 +171,7 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
         ("messages", "/v1/messages", routes.create_message, MessagesBody, None, _STREAMED_ANSWER),
         ("messages", "/v1/messages/count_tokens", routes.count_tokens, CountTokensBody, TokenCount, None),
     ]
-    # Routes that do not look for a session: one in the path must be the caller's all the same.
+    # These routes use no session, but a session in the path must still be the caller's.
     others: list[tuple[str, str, Any, type[Any] | None, Any]] = [
         ("POST", "/v1/tokenize", routes.tokenize, TokenizeBody, Tokenized),
         ("POST", "/v1/detokenize", routes.detokenize, DetokenizeBody, Detokenized),
@@ -212,16 +212,17 @@ class CallRoutes:
         )
 
     async def check_session(self, request: Request) -> None:
-        """Raises as `find_or_create_session` for a session that is not the caller's."""
+        """Raise the errors of `find_or_create_session` if the session in the path is not the caller's."""
         await find_or_create_session(request, self._endpoint, None)
 
-    # --- OpenAI's chat and completions ---
+    # OpenAI's chat and completions
 
     async def chat(self, request: Request) -> Response:
-        """One answer, or `n`, to a conversation; streamed as server-sent events if asked.
+        """Sample one reply, or `n`, to a conversation; optionally streamed as server-sent events.
 
-        Beside OpenAI's fields: `session` (turn ids, how the history was matched, where tool calls are among the
-        tokens), `weight_versions` of each choice, and if asked for `prompt_token_ids` and `token_ids`.
+        In addition to OpenAI's fields the response has `session` (turn ids, how the history was matched, the
+        positions of tool calls in the tokens), `weight_versions` of each choice, and on request `prompt_token_ids`
+        and `token_ids`.
         """
         asked = await read_json_body(request, self._read_chat)
         call = await self._to_call(request, asked)
@@ -229,11 +230,11 @@ class CallRoutes:
         return await self._choices(request, call, asked.body, writer)
 
     async def complete(self, request: Request, body: AskedCompletion) -> Response:
-        """Continue a raw prompt, or each of a list; those are sessions of their own."""
+        """Continue a raw prompt, or each of a list of prompts, each in its own session."""
         endpoint = self._endpoint
         await check_model(request, endpoint, body.model, body.named_session)
         if body.is_batch and names_session(request):
-            raise UnsupportedParameter("one prompt a request in a session", param="prompt")
+            raise UnsupportedParameter("a request in a session must have one prompt, not a list", param="prompt")
         reading = partial(openai_completions.prompts_of, body, endpoint.renderer)
         prompts = await off_loop(body.num_chars, reading)
         write = partial(openai_completions.CompletionWriter, body, self._texts, int(endpoint.unix_time()))
@@ -258,7 +259,9 @@ class CallRoutes:
         writer: openai_completions.CompletionWriter,
     ) -> Response:
         if names_session(request) or body.named_session is not None:
-            raise UnsupportedParameter("an echo is in no session's record", param="echo")
+            raise UnsupportedParameter(
+                "'echo' is not available in a session, which could not record it", param="echo"
+            )
         model, decode, now = self._endpoint.chat_model, self._endpoint.renderer.decode, self._endpoint.unix_time()
         asked = [openai_completions.echo_call(body, ids, model) for ids in prompts]
         found = await score_calls(request, self._endpoint, self._token_calls, asked, param="prompt")
@@ -273,10 +276,11 @@ class CallRoutes:
 
         return await json_of_replies(found, render)
 
-    # --- scores ---
+    # Scores
 
     async def score(self, request: Request, body: Scored) -> Response:
-        """Score the sequences' own tokens under the served weights, each under one version; nothing is sampled."""
+        """Score the tokens of the given sequences with the served weights, each sequence with one version; samples
+        nothing."""
         require_user(request)
         if body.model is not None:
             await call_adapter(request, self._endpoint, body.model)
@@ -291,9 +295,9 @@ class CallRoutes:
         return await json_of_replies(found, lambda: list(map(scores_of, found)))
 
     async def render(self, request: Request) -> Response:
-        """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
+        """The prompt that a chat completion would be sampled from. Nothing is sampled or recorded.
 
-        In a named session also how the history is matched with what the session has.
+        In a named session the response also says how the history matches the session's.
         """
         asked = await read_json_body(request, self._read_chat)
         call, body = await self._to_call(request, asked), asked.body
@@ -304,7 +308,9 @@ class CallRoutes:
             ids, parent, split = list(preview.ids), preview.parent_id, preview.split
         else:
             if call.images:
-                raise UnsupportedParameter("a prompt with images is shown in a session only", param="messages")
+                raise UnsupportedParameter(
+                    "a prompt with images can be rendered only in a session", param="messages"
+                )
             shown = call.messages, call.tools, call.template_kwargs
             ids = await asyncio.to_thread(partial(endpoint.renderer.render, *shown, is_open=call.continues))
             parent, split = None, None
@@ -323,7 +329,7 @@ class CallRoutes:
             return await answer_call(request, endpoint, call, name, writer.whole)
         return await stream_call(request, endpoint, call, name, writer.chunks, error_event, are_named=False)
 
-    # --- OpenAI's responses, and Anthropic's messages ---
+    # OpenAI's responses, and Anthropic's messages
 
     async def create_response(self, request: Request, body: AskedResponse) -> Response:
         """One turn of the policy as a response object, or with `stream` as its events."""
@@ -337,7 +343,7 @@ class CallRoutes:
                 raise responses.not_found(given, param)
             turns = session.conversation_to
             if not names_session(request):
-                name = session_id  # without another name, the id of the earlier response names the session
+                name = session_id  # by default the earlier response's id names the session
         num_items = 1 if isinstance(body.input, str) else len(body.input)
         call = await off_loop_if_long(partial(responses.to_call, body, endpoint.chat_model, turns), num_items)
         writer = responses.ResponseWriter(body, self._texts, int(endpoint.unix_time()))
@@ -366,7 +372,7 @@ class CallRoutes:
         return await stream_call(request, endpoint, call, name, writer.events, failed, are_named=True)
 
     async def count_tokens(self, request: Request, body: Counted) -> Response:
-        """Count the prompt's tokens: in a named session as its history has them, else rendered whole."""
+        """Count the prompt's tokens. In a named session the prompt extends the session's history."""
         await check_model(request, self._endpoint, body.model)
         messages, tools, images = anthropic.prompt(body)
         shown = shown_images(images, self._endpoint.chat_model, "messages")
@@ -377,17 +383,17 @@ class CallRoutes:
             num_tokens = len((await session.preview(counted)).ids)
         else:
             if shown:
-                raise UnsupportedParameter("the tokens of images are counted in a session only", param="messages")
+                raise UnsupportedParameter("tokens of images can be counted only in a session", param="messages")
             render = self._endpoint.renderer.render
             num_tokens = len(await asyncio.to_thread(render, messages, tools, arguments))
         return json_response(TokenCount(num_tokens))
 
-    # --- models and tokens ---
+    # Models and tokens
 
     async def models(self, request: Request) -> Response:
-        """The models that are served: the policy under its name and those of adapters, and the others.
+        """The served models: the policy with its adapters, and models next to the policy.
 
-        With the header `anthropic-version` one page in Anthropic's form.
+        With the header `anthropic-version` the response is one page in Anthropic's form.
         """
         shown = []
         for endpoint in (self._endpoint, *self._endpoint.others.values()):
@@ -413,7 +419,7 @@ class CallRoutes:
         return json_response(anthropic.model_info(shown) if _ANTHROPIC_HEADER in request.headers else shown)
 
     async def tokenize(self, request: Request, body: Tokenize) -> Response:
-        """The ids of a text, or of a conversation as the chat template renders it."""
+        """The token ids of a text, or of a conversation rendered by the chat template."""
         endpoint = self._endpoint
         if body.model is not None:
             await check_model(request, endpoint, body.model)
@@ -422,12 +428,14 @@ class CallRoutes:
         return json_response(Tokenized(len(ids), endpoint.max_model_len, ids, strings))
 
     async def detokenize(self, request: Request, body: Detokenize) -> Response:
-        """The text of ids, control tokens included."""
+        """The text of token ids, including control tokens."""
         if body.model is not None:
             await check_model(request, self._endpoint, body.model)
         renderer = self._endpoint.renderer
         if max(body.tokens, default=0) >= renderer.vocab_size:
-            raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="tokens")
+            raise InvalidRequest(
+                f"token id {max(body.tokens)} is outside [0, {renderer.vocab_size})", param="tokens"
+            )
         text = await asyncio.to_thread(renderer.decode, body.tokens)
         return json_response(Detokenized(text))
 
@@ -454,17 +462,17 @@ def _shown_model(
 
 
 def error_event(error: AgentLoopError) -> bytes:
-    """A failure in the middle of a stream: the envelope as an event, and the end mark."""
+    """Return an error in the middle of a stream as an event, with the end mark."""
     return sse(error.to_wire()) + DONE
 
 
 async def _speak(request: Request) -> None:
-    """Route dependency, the first: errors are written, and requests named, as Anthropic's clients read them."""
+    """First route dependency: errors and request ids are written in Anthropic's form."""
     await speaks(partial(anthropic.error_body, request_id=_request_id(request)), "request-id")(request)
 
 
 async def _speak_if_asked(request: Request) -> None:
-    """Route dependency, the first: as `_speak` for a client of Anthropic's API."""
+    """First route dependency: like `_speak` if the client sends `anthropic-version`."""
     if _ANTHROPIC_HEADER in request.headers:
         await _speak(request)
 

@@ -1,7 +1,7 @@
-"""The routes of sessions themselves: create, look, read, reward, finish, delete; and ids in, ids out in a session.
+"""The routes of sessions: create, list, read, reward, finish, delete, and token calls within a session.
 
-An agent's key is for calls; rewards and ends ask for the session's control key, or for its owner's. Only users
-create and list sessions.
+An agent's key allows only calls. Rewards and finishing require the session's control key or its owner's key. Only
+users create and list sessions.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 
 
 def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
-    """Return the routes; those of one session are open to its control key, those of calls to its agent's too."""
+    """Return the routes. A session's control key opens all routes of its session, the agent's key only token
+    calls."""
     routes, opened_by = SessionRoutes(endpoint), endpoint.sessions.keys.opened_by
     router = APIRouter(responses=errors(), tags=["sessions"])
     one, generation, records = "/sessions/{session_id}", answered(Generation), answered(list[Trajectory])
@@ -95,7 +96,7 @@ class SessionRoutes:
         self._endpoint = endpoint
 
     async def create(self, request: Request, body: New) -> Response:
-        """A new session, durably. With an id of the caller's own it can be repeated."""
+        """Create a session durably. With an id chosen by the caller the request can be repeated."""
         endpoint, caller = self._endpoint, require_user(request)
         if body.session_id is not None:
             endpoint.check_is_here(body.session_id)
@@ -127,7 +128,7 @@ class SessionRoutes:
         return json_response(created.model_dump())
 
     async def sessions(self, request: Request, after: AfterId = "", limit: PageSize = 100) -> Response:
-        """The caller's open and finished sessions, by id after `after`; with several processes, of all of them."""
+        """The caller's open and finished sessions with ids after `after`, from all processes."""
         endpoint, caller = self._endpoint, require_user(request)
         records = await self._in_time(endpoint.sessions.of_user(caller.names, after, limit))
         lines = [_line(record) for record in records]
@@ -138,28 +139,30 @@ class SessionRoutes:
         return json_response(SessionsAnswer(sessions=lines[:limit]).model_dump())
 
     async def session(self, request: Request) -> Response:
-        """Its facts and counts."""
+        """The session's properties and counts."""
         return json_response(_described(await self._found(request)))
 
     async def trajectories(self, request: Request) -> Response:
-        """Return what it has recorded by now; incomplete while a call is open. JSON, or msgpack if accepted."""
+        """The session's record so far, incomplete while a call is open. JSON, or msgpack if accepted."""
         session = await self._found(request)
         return await _written(request, await asyncio.to_thread(session.trajectory))
 
     async def reward(self, request: Request, body: Reward) -> Response:
-        """Set the reward, or another part of the score; a later one replaces it until the session is finished."""
+        """Set the reward or another part of the score. Later values replace earlier ones until the session is
+        finished."""
         session = await self._controlled(request)
         await self._in_time(session.set_score(body.to_score()))
         return json_response(_described(session))
 
     async def revoke(self, request: Request) -> Response:
-        """Take no more calls, whatever key they bring; reward and record stay its owner's. Idempotent."""
+        """Refuse all further calls of the session, with any key. The owner can still reward and read it.
+        Idempotent."""
         session = await self._controlled(request)
         await self._in_time(session.revoke())
         return json_response(_described(session))
 
     async def finish(self, request: Request, body: Finish) -> Response:
-        """End it; the record is durable when the answer leaves. A repeat gets the same record."""
+        """Finish the session. The record is durable when the response is sent; a repeat returns the same record."""
         session = await self._controlled(request)
         end = SessionEnd(body.reason, body.error, body.to_score(), body.reward_error, body.wait_s)
         finishing = self._endpoint.sessions.finish(session.session_id, None, end)
@@ -169,7 +172,7 @@ class SessionRoutes:
         return await _written(request, trajectory)
 
     async def delete(self, request: Request) -> Response:
-        """Throw it away; it never comes back, and leaves no record."""
+        """Delete the session permanently, without a record."""
         session = await self._controlled(request)
         await self._in_time(self._endpoint.sessions.delete(session.session_id, None))
         return json_response(DeletedAnswer(session_id=session.shown_id).model_dump())
@@ -187,7 +190,7 @@ class SessionRoutes:
         return await answer_call(request, self._endpoint, chat, None, render_generation)
 
     async def _found(self, request: Request) -> Session:
-        """Return the session in the path. Raises SessionNotFound for another's key."""
+        """Return the session in the path. Raises SessionNotFound if it is another user's."""
         session_id = session_in_path(request)
         self._endpoint.check_is_here(session_id)
         request.scope["state"]["session_id"] = shown_id(session_id)
@@ -195,14 +198,14 @@ class SessionRoutes:
         return await self._in_time(sessions.find(session_id, caller.user_names, is_admin=caller.is_admin))
 
     async def _controlled(self, request: Request) -> Session:
-        """Return the session in the path to a caller that may reward and end it. Raises Forbidden."""
+        """Return the session in the path if the caller may reward and finish it. Raises Forbidden."""
         session = await self._found(request)
         require_control(request, has_control_key=session.record.has_control_key)
         return session
 
     async def _in_time(self, work: Awaitable[T], extra_s: float = 0.0) -> T:
         timeout_s = self._endpoint.limits.registry_timeout_s + extra_s
-        return await in_time(work, timeout_s, "the session's process did not answer in time")
+        return await in_time(work, timeout_s, "the session's process did not answer in time; retry")
 
 
 def render_generation(result: ChatResult) -> dict[str, Any]:

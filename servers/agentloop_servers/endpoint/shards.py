@@ -1,14 +1,13 @@
-"""The endpoint's processes as shards: one of them holds a session, and the others pass its requests on to it.
+"""The endpoint's processes as shards: one process holds a session, and the others forward its requests to it.
 
-Ownership: each process holds one shard, by a lock, and the table of the processes' private URLs. The coordinator
-keeps the table, and every process says its own URL again and again, so a restarted coordinator or process is known
-a moment later. A session's data is in its holder's file. The holder follows from the id: one that the service made
-names it, and a client's own falls to one of the run's processes, whose number never changes on one host. Over
-several hosts it falls into a slot, whose holder the coordinator's table names (`coordinator/endpoint_places.py`).
-Where sessions are in a database, the table also names the heirs of lost processes.
+Each process holds one shard, by a file lock. The coordinator keeps the table of the processes' private URLs; each
+process announces its URL periodically, so that a restarted coordinator or process is known soon. The holder follows
+from the session id: an id that the service generated contains its process's number. A client's id maps to one of
+the processes on one host, or, on several hosts, to a slot whose holder the table names
+(`coordinator/endpoint_places.py`). If sessions are in a database, the table also names lost processes' successors.
 
-A request is passed on once: a holder never passes it further. The holder's answer goes back byte for byte. A client
-that leaves, or reads nothing, ends the exchange with the holder, which then sees its own client leave.
+A request is forwarded at most once and the response is returned byte for byte. If the client disconnects or stops
+reading, the connection to the holder is closed, and the holder cancels the call.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ from agentloop_servers.run.locks import FileLock, take_lock, taken_in_time
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0
 FRESH_S = 10.0
-"""The age up to which a process's table is sure to be right: well below the silence after which slots move."""
+"""Maximum age at which a table is certainly valid: well below the silence after which slots move."""
 
-HOLDER_WAIT_S = 5.0  # for a holder that is being started again; the client's own retries come on top
-SEND_TIMEOUT_S = 30.0  # how long a client may leave what was sent unread
+HOLDER_WAIT_S = 5.0  # a holder may be restarting; clients retry in addition
+SEND_TIMEOUT_S = 30.0  # a client may leave sent data unread for so long
 READ_TIMEOUT_S = (
     MAX_TIMEOUT_S + 60.0
 )  # the holder keeps each call's own deadline, and Serve ends a holder that hangs
-MAX_PASSED_ON = 4096  # requests at once; the next one gets 429
+MAX_PASSED_ON = 4096  # concurrent requests; the next one gets 429
 
 _RETRY_S = 0.2
 _NOT_FORWARDED = frozenset(
@@ -74,12 +73,12 @@ _log = structlog.stdlib.get_logger(__name__)
 async def take_shard_lock(
     run_dir: Path, numbers: Sequence[int], *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
 ) -> tuple[int, FileLock]:
-    """Lock a free shard of these, the one at `first` if it is free; returns its number and the lock.
+    """Lock one of the shards `numbers`, preferably the one at `first`; returns its number and the lock.
 
-    Only the lock's holder writes the shard's sessions. Serve's rank of a process cannot say the shard: while a hung
-    process is replaced, the new one's rank may be `num_shards`. The lock's text is the port of the shard's last
-    process: the next one listens there, so URLs that agents hold still work. Raises ServiceUnavailable if no shard
-    becomes free in time.
+    Only the lock's holder writes the shard's sessions. Ray Serve's rank cannot be used as the number: while a hung
+    process is replaced, the new one's rank may be `num_shards`. The lock file contains the port of the shard's last
+    process; the next one listens there, so that URLs held by agents stay valid. Raises ServiceUnavailable if no
+    shard becomes free in time.
     """
 
     def take() -> tuple[int, FileLock] | None:
@@ -105,7 +104,7 @@ class HeldElsewhere(Exception):
 
 
 class ShardRouter:
-    """The endpoint's processes for one of them. `start` it once its own URL is known."""
+    """Routes requests between the endpoint's processes. Call `start` once the process's own URL is known."""
 
     def __init__(
         self,
@@ -115,29 +114,33 @@ class ShardRouter:
         holder_wait_s: float = HOLDER_WAIT_S,
         trust: Trust | None = None,
     ) -> None:
-        """`rank` is the process's number; `num_processes` those of one host, and None over several. With `trust`
-        the others have to know it before a client's keys are sent to them."""
+        """`rank` is the process's number; `num_processes` is the count on one host and None on several hosts.
+
+        With `trust`, other processes must authenticate before clients' keys are sent to them.
+        """
         if num_processes is not None and not 0 <= rank < num_processes:
             raise InvalidRequest(f"there is no process {rank} of {num_processes}", param="rank")
         self._coordinator = coordinator
         self.rank = self._rank = rank
-        self.on_gained: Callable[[Collection[int]], Awaitable[None]] | None = None  # before requests come for these
+        self.on_gained: Callable[[Collection[int]], Awaitable[None]] | None = (
+            None  # called before requests arrive for these places
+        )
         self._num_processes = num_processes
         self._holder_wait_s = holder_wait_s
         self._trust = trust
         self._table = EndpointTable({}, tuple(range(num_processes or 0)))
-        self._joined_at: float | None = None  # when the call began that brought the table
+        self._joined_at: float | None = None  # start time of the request that returned the table
         self._announcing: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
         self._num_passed_on = 0
 
     @property
     def places(self) -> frozenset[int]:
-        """The places whose sessions are this process's."""
+        """The places whose sessions this process holds."""
         return self._places_in(self._table)
 
     def place_of(self, session_id: str) -> int:
-        """Return where a session belongs: the number of the process that made its id, or its slot as -1 - slot."""
+        """Return a session's place: the number of the process that generated its id, or -1 - slot."""
         made = _MADE_ID.fullmatch(shown_id(session_id))
         return -1 - _slot(session_id, len(self._table.holders)) if made is None else int(made[1], 16)
 
@@ -150,8 +153,11 @@ class ShardRouter:
         return f"s-{self._rank:x}-{uuid.uuid4().hex[:20]}"
 
     def check_is_here(self, session_id: str) -> None:
-        """Raises HeldElsewhere if the session is another process's, SessionLost if it went with its host, and
-        ServiceUnavailable while clients' own ids have no holders yet."""
+        """Check that this process holds the session.
+
+        Raises HeldElsewhere if another process does, SessionLost if its host was lost, and ServiceUnavailable while
+        slots have no holders yet.
+        """
         rank = self._holder_rank(session_id)
         if rank in self._table.lost:
             raise self.lost(session_id)
@@ -159,17 +165,20 @@ class ShardRouter:
             raise HeldElsewhere(rank)
 
     def check_may_record(self, session_id: str) -> None:
-        """Raises SessionLost if the session's id is another process's by now, and ServiceUnavailable while that is
-        not known: a process that the coordinator has not heard of for a while may have lost its slots."""
+        """Check that this process may record the session.
+
+        Raises SessionLost if another process holds its id now, and ServiceUnavailable while that is unknown: slots
+        of a process that the coordinator did not hear from may have moved.
+        """
         if self._num_processes is not None:
             return
         if self._joined_at is None or time.monotonic() - self._joined_at > FRESH_S:
-            raise ServiceUnavailable("the coordinator is not reached: it is not known whose session this is")
+            raise ServiceUnavailable("the coordinator is not reachable, so the session's holder is unknown; retry")
         if self._holder_rank(session_id) != self._rank:
             raise self.lost(session_id)
 
     def is_inherited(self, session_id: str) -> bool:
-        """Tell if an id's earlier holder was lost: what is unknown of it may have been there."""
+        """Return True if the id's earlier holder was lost, so that an unknown session may have been there."""
         holders = self._table.holders
         return not _MADE_ID.fullmatch(shown_id(session_id)) and bool(
             self._table.inherited and _slot(session_id, len(holders)) in self._table.inherited
@@ -177,21 +186,23 @@ class ShardRouter:
 
     @staticmethod
     def lost(session_id: str) -> SessionLost:
-        """Return the error for a session that went with its host."""
+        """Return the error for a session that was on a lost host."""
         return SessionLost(
-            f"the host of session {shown_id(session_id)!r} is lost, and its record", param="session_id"
+            f"the host of session {shown_id(session_id)!r} was lost, together with its record", param="session_id"
         )
 
     def check_health(self) -> None:
-        """Raises what ended the announcements, if something did."""
+        """Raise the error that ended the announcements, if they have ended."""
         if self._announcing is not None and self._announcing.done():
             self._announcing.result()
 
     async def start(self, url: str, public_url: str = "") -> None:
-        """Announce this process's private `url` to the coordinator, again and again until `close`; over several
-        hosts, also the public one of its host."""
+        """Announce this process's private `url` to the coordinator until `close`.
+
+        On several hosts `public_url`, the public URL of its host, is announced too.
+        """
         if self._num_processes == 1:
-            return  # nobody asks
+            return  # there are no other processes
         self._http = aiohttp.ClientSession(
             connector=Connector(self._trust),
             timeout=aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_S),
@@ -201,7 +212,7 @@ class ShardRouter:
         self._announcing = asyncio.create_task(self._announce_for_ever(url, public_url), name="endpoint shards")
 
     async def close(self) -> None:
-        """End the announcements, and close the connections to other processes. Idempotent."""
+        """Stop announcing and close the connections to other processes. Idempotent."""
         if self._announcing is not None:
             announcing, self._announcing = self._announcing, None
             announcing.cancel()
@@ -211,11 +222,12 @@ class ShardRouter:
             await http.close()
 
     async def forward(self, request: Request, rank: int) -> Response:
-        """Return the holder's answer, byte for byte, streams too; 503 if it is absent, 429 if too many wait."""
+        """Return the holder's response unchanged, also streamed; 503 if it is unavailable, 429 at
+        `MAX_PASSED_ON`."""
         return _PassedOn(self, request, rank, await request.body())
 
     async def ask_others(self, request: Request) -> list[bytes]:
-        """Return the other processes' answers to a request about all of them; none if the request was passed on.
+        """Return the other processes' responses to the request; empty if another process forwarded it.
 
         Raises ServiceUnavailable.
         """
@@ -227,20 +239,24 @@ class ShardRouter:
         for answer in await asyncio.gather(*(self._asked(request, rank, body) for rank in others)):
             async with answer:
                 if answer.status != 200:
-                    raise ServiceUnavailable("a process of the endpoint does not answer")
+                    raise ServiceUnavailable("a process of the endpoint failed to answer; retry")
                 found.append(await answer.read())
         return found
 
     async def pass_on(self, request: Request, rank: int, body: bytes, send: Send) -> None:
-        """Send the holder's answer; an error answer if the holder cannot be asked. Raises ServiceUnavailable for an
-        answer that is cut short, and ClientDisconnect for a client that does not read."""
+        """Send the holder's response, or an error response if the holder cannot be reached.
+
+        Raises ServiceUnavailable for a truncated response, and ClientDisconnect if the client does not read.
+        """
         self._num_passed_on += 1
         try:
             try:
                 if HOP_HEADER in request.headers:
-                    raise ServiceUnavailable("the endpoint's processes do not agree who has this session")
+                    raise ServiceUnavailable(
+                        "the endpoint's processes disagree about which one holds this session; retry"
+                    )
                 if self._num_passed_on > MAX_PASSED_ON:
-                    raise Overloaded(f"{MAX_PASSED_ON} calls are being passed on")
+                    raise Overloaded(f"{MAX_PASSED_ON} requests are being forwarded, the maximum: retry later")
                 answer = await self._asked(request, rank, body)
             except AgentLoopError as error:
                 refusal = error_response(error, envelope=envelope_of(request.scope))
@@ -269,11 +285,11 @@ class ShardRouter:
                         allow_redirects=False,
                     )
                 except aiohttp.ClientConnectorError:
-                    pass  # nothing was sent
+                    pass  # nothing was sent, so a retry is safe
                 except (aiohttp.ClientError, OSError) as error:
                     raise ServiceUnavailable(f"endpoint process {rank} does not answer") from error
             if loop.time() >= deadline_at:
-                raise ServiceUnavailable(f"endpoint process {rank} is not there now")
+                raise ServiceUnavailable(f"endpoint process {rank} is not available; retry")
             await asyncio.sleep(_RETRY_S)
 
     def _holder_rank(self, session_id: str) -> int:
@@ -284,7 +300,7 @@ class ShardRouter:
                 raise SessionNotFound(f"there is no session {shown_id(session_id)!r}", param="session_id")
             return self._table.heirs.get(rank, rank)
         if not holders:
-            raise ServiceUnavailable("the endpoint's processes do not know each other yet")
+            raise ServiceUnavailable("the endpoint is starting and has no session holders yet; retry")
         return holders[_slot(session_id, len(holders))]
 
     async def _announce_for_ever(self, url: str, public_url: str) -> None:
@@ -295,7 +311,7 @@ class ShardRouter:
             except AgentLoopError as error:
                 _log.warning("endpoint_not_announced", rank=self._rank, code=error.code)
             else:
-                # A coordinator that has just started does not know all of them yet: what is known stays.
+                # A restarted coordinator does not know all processes yet, so keep the known ones.
                 table.urls.update({**self._table.urls, **table.urls})
                 table = table if self._num_processes is None else replace(self._table, urls=table.urls)
                 gained = self._places_in(table) - self.places
@@ -311,7 +327,7 @@ class ShardRouter:
 
 
 class _PassedOn(Response):
-    """An answer that another process gives."""
+    """The response of another process."""
 
     def __init__(self, router: ShardRouter, request: Request, rank: int, body: bytes) -> None:
         super().__init__()
@@ -338,12 +354,12 @@ async def _send_answer(answer: aiohttp.ClientResponse, rank: int, send: Send) ->
                 send, {"type": "http.response.body", "body": piece, "more_body": True}, SEND_TIMEOUT_S
             )
     except (aiohttp.ClientError, OSError) as error:
-        raise ServiceUnavailable(f"endpoint process {rank} was lost within its answer") from error
+        raise ServiceUnavailable(f"endpoint process {rank} was lost while sending its response") from error
     await send_in_time(send, {"type": "http.response.body", "body": b"", "more_body": False}, SEND_TIMEOUT_S)
 
 
 def _forwarded(request: Request) -> list[tuple[str, str]]:
-    """Its headers, repeated ones too, under one request id in both processes' logs."""
+    """Return the headers to forward, including repeated ones, with one request id for both processes' logs."""
     pairs = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in request.headers.raw
@@ -353,7 +369,7 @@ def _forwarded(request: Request) -> list[tuple[str, str]]:
 
 
 def _at(url: str, request: Request) -> URL:
-    """The request's target at another process, spelled as it was."""
+    """Return the request's URL at another process, with the same spelling."""
     target: str = request.scope["raw_path"].decode("latin-1")
     query = request.scope["query_string"].decode("latin-1")
     return URL(f"{url}{target}?{query}" if query else f"{url}{target}", encoded=True)

@@ -1,12 +1,12 @@
-"""Calls of token ids that no session records, under leases that may outlive a call.
+"""Calls of token ids that no session records, with leases that may outlive a call.
 
-Ownership: the table of affinities. An affinity is a caller's name for calls that belong together, as the header
-`X-Session-ID` of vLLM's server is: its calls share one lease, so that later turns land where the earlier ones left
-their KV. Nothing of them is kept on disk, and no trajectory comes of them.
+An affinity is a caller's name for calls that belong together, like the header `X-Session-ID` of vLLM's server. Its
+calls share a lease, so that later turns reach the replica that has the KV cache of the earlier ones. Nothing is
+stored on disk and no trajectory is recorded.
 
-Invariants: an affinity gives its place back after `idle_s` without a call, and takes one again at its next call;
-there are at most `max_affinities`, of which the one longest without a call goes first; a call without an affinity
-gives its place back on every path.
+Invariants: an affinity releases its lease after `idle_s` without a call and gets one again at its next call; there
+are at most `max_affinities`, and the least recently used idle one is dropped first; a call without an affinity
+releases its lease on every path.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import GenerateRequest, Generation, KVPolicy
 
 Show: TypeAlias = Callable[[int, TurnPiece | Reply], None]
-"""Takes the pieces of a choice, by its index, as they come; the last one is the reply."""
+"""Receives the pieces of a choice, by its index, and at the end its reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCallLimits:
-    """Bounds of affinities, of the service's standstill within one call, and of scores."""
+    """Bounds of affinities, of the service's unavailability within one call, and of scores."""
 
-    idle_s: float = 60.0  # without a call, until an affinity gives its place back
+    idle_s: float = 60.0  # without a call, until an affinity releases its lease
     max_affinities: int = 16_384
-    max_standstill_s: float = 3600.0  # paused, updating or without a replica: it does not count as the call's time
-    num_scores: int = 8  # at once: prefills fill an engine's steps, and more would only take its KV
-    score_share: float = 1.0  # of the engines' time while other calls run; below 1 one score at a time
+    max_standstill_s: float = (
+        3600.0  # time without a replica, paused or updating that does not count for a call's deadline
+    )
+    num_scores: int = 8  # concurrent scores: more prefills would not run faster, but use the engines' KV
+    score_share: float = 1.0  # of the engines' time while other calls run; below 1, scores run one at a time
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class _Affinity:
     engine: LeasedEngine
     num_open: int = 0
     used_at: float = 0.0  # the loop's time at the end of its last call
-    first_version: int | None = None  # that its first token was sampled under
+    first_version: int | None = None  # the version of its first sampled token
     context: tuple[int, int] = (0, 0)  # length and digest of the last call's ids
 
     def num_known(self, prompt_ids: Sequence[int]) -> int:
@@ -68,7 +70,7 @@ class _Affinity:
 
 
 class TokenCalls:
-    """The unrecorded calls of one process. The owner of the leases gives them back in the end."""
+    """The unrecorded calls of one process. The owner of `leases` closes them."""
 
     def __init__(
         self,
@@ -94,16 +96,16 @@ class TokenCalls:
         switches: Sequence[AbortSwitch] = (),
         show: Show | None = None,
     ) -> list[Reply]:
-        """Sample all choices of a raw prompt, or a conversation, side by side: all of them or none.
+        """Sample all choices of a raw prompt or a conversation concurrently: all succeed or the call fails.
 
-        A choice with a switch may be ended early. With `show` the choices are streamed. Raises
-        ContextLengthExceeded and InvalidRequest (naming `prompt_param`), Overloaded, DeadlineExceeded and what the
-        engine raises.
+        A choice with a switch can be ended early. With `show` the choices are streamed. Raises
+        ContextLengthExceeded and InvalidRequest (naming `prompt_param`), Overloaded, DeadlineExceeded and the
+        engine's errors.
         """
         with self._sharing(affinity, owner, prompt_param) as (name, shared):
             request = await self._request(chat_call, name, shared)
             replies = await self._sample(chat_call, request, shared, switches, show)
-            if affinity is not None:  # no call follows another one without it
+            if affinity is not None:  # without an affinity no later call can extend this one
                 context = (*request.token_ids, *replies[0].token_ids.tolist())
                 shared.context = len(context), _digest(context)
             return replies
@@ -117,7 +119,8 @@ class TokenCalls:
         prompt_param: str = "token_ids",
         switch: AbortSwitch | None = None,
     ) -> Generation:
-        """Score a prompt's own tokens, as the call's sampling says, once it is its turn. Raises as `sample`."""
+        """Score a prompt's tokens as the call's sampling parameters say; waits for a slot. Raises the errors of
+        `sample`."""
         loop = asyncio.get_running_loop()
         async with self._deadline(chat_call.timeout_s) as deadline, self._score_places:
             await asyncio.sleep(self._next_score_at - loop.time())
@@ -126,13 +129,14 @@ class TokenCalls:
                 request = await self._request(chat_call, name, shared)
                 generation = await shared.engine.generate(request, deadline=deadline, switch=switch)
             if generation.load.num_running:
+                # Pause before the next score so that scores use at most their share of a busy engine's time.
                 rest = 1 / self._limits.score_share - 1
                 self._next_score_at = loop.time() + rest * (loop.time() - began_at)
             return generation
 
     @contextmanager
     def _sharing(self, affinity: str | None, owner: str, prompt_param: str) -> Iterator[tuple[str, _Affinity]]:
-        """Within this context a call has the lease of its affinity, or one of its own."""
+        """Within this context a call has its affinity's lease, or its own without an affinity."""
         name = affinity if affinity is not None else own_id(owner, f"direct-{uuid.uuid4().hex}")
         shared = self._taken(name)
         try:
@@ -151,7 +155,7 @@ class TokenCalls:
                 self._sweep_later()
 
     def finish(self, affinity: str) -> bool:
-        """Give an affinity's place back, unless a call runs. Returns true if it had one."""
+        """Release an affinity's lease, unless a call is running. Returns True if it was released."""
         shared = self._affinities.get(affinity)
         if shared is None or shared.num_open:
             return False
@@ -217,10 +221,10 @@ class TokenCalls:
                 show(index, reply)
             return reply
 
-    # --- affinities ---
+    # Affinities
 
     def _taken(self, name: str) -> _Affinity:
-        """Return an affinity with one call more. Raises Overloaded if all of them have calls."""
+        """Return an affinity with one more open call. Raises Overloaded if all affinities have open calls."""
         shared = self._affinities.pop(name, None)
         if shared is None:
             if len(self._affinities) >= self._limits.max_affinities:
@@ -233,12 +237,12 @@ class TokenCalls:
     def _make_room(self) -> None:
         idle = next((name for name, one in self._affinities.items() if not one.num_open), None)
         if idle is None:
-            raise Overloaded(f"{len(self._affinities)} groups of calls are running")
+            raise Overloaded(f"all {len(self._affinities)} affinities have running calls: retry later")
         self._drop(idle)
 
     def _drop(self, name: str) -> None:
         del self._affinities[name]
-        self._leases.release(name)  # not its end: a later call takes a place again
+        self._leases.release(name)  # keep its accounting: a later call gets a lease again
 
     def _sweep_later(self) -> None:
         if self._sweeping is None:

@@ -1,7 +1,8 @@
-"""The users of one ingress process: what they have open, and the limits that they are held to.
+"""The users of one ingress process: their open calls and sessions, and their limits.
 
-Counts of the other processes are those of the last report, a second ago: with several processes a limit may be
-passed by what begins within that second. The coordinator says when users are to be read again.
+The counts of other processes are from the last report, about a second old. With several processes a limit can
+therefore be exceeded by calls and sessions that start within that second. The coordinator signals when users must
+be read again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class ServedUsers:
-    """The users that one process serves, with their open calls and sessions. `start` and `close` it."""
+    """The users of one process with their open calls and sessions. Call `start` and `close`."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class ServedUsers:
         read: Callable[[], tuple[User, ...]] | None,
         count_sessions: Callable[[], Awaitable[Mapping[str, int]]],
     ) -> None:
-        """`read` reads the users anew; None: they are those of the environment, for good."""
+        """`read` reads the users' file again; None if users come from the environment and never change."""
         self._keys = keys
         self._coordinator = coordinator
         self._read = read
@@ -42,17 +43,17 @@ class ServedUsers:
         self._process_id = uuid.uuid4().hex
         self._generation: int | None = None
         self._calls: Counter[str] = Counter()
-        self._sessions: Counter[str] = Counter()  # as counted last, and those since
-        self._elsewhere: dict[str, UserUsage] = {}  # with the tokens of all
+        self._sessions: Counter[str] = Counter()  # the last count, plus sessions created since
+        self._elsewhere: dict[str, UserUsage] = {}  # use in other processes; its tokens include this process's
         self._reporting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Report the users' use again and again until `close`."""
+        """Report the users' use periodically until `close`."""
         if not self._keys.is_open:
             self._reporting = asyncio.create_task(self._report_for_ever(), name="users")
 
     async def close(self) -> None:
-        """End the reports. Idempotent."""
+        """Stop reporting. Idempotent."""
         if self._reporting is not None:
             reporting, self._reporting = self._reporting, None
             reporting.cancel()
@@ -60,7 +61,7 @@ class ServedUsers:
 
     @property
     def has_file(self) -> bool:
-        """True if users can be read again."""
+        """True if the users come from a file and can be read again."""
         return self._read is not None
 
     @property
@@ -68,18 +69,21 @@ class ServedUsers:
         return len(self._keys.users)
 
     def check_health(self) -> None:
-        """Raises what ended the reports, if something did."""
+        """Raise the error that ended the reports, if they have ended."""
         if self._reporting is not None and self._reporting.done():
             self._reporting.result()
 
     @contextmanager
     def call(self, owner: str) -> Iterator[None]:
-        """Hold one of a user's places for calls. Raises Overloaded if they, or the user's tokens, are used up."""
+        """Hold one of a user's call slots. Raises Overloaded if all are in use or the user's token limit is
+        reached."""
         name, limits, elsewhere = self._known(owner)
         if limits.open_calls is not None and self._calls[name] + elsewhere.open_calls >= limits.open_calls:
-            raise Overloaded(f"{name} has {limits.open_calls} calls open, as many as it may")
+            raise Overloaded(f"user {name!r} has {limits.open_calls} open calls, the maximum: retry later")
         if limits.tokens_per_minute is not None and elsewhere.tokens_last_minute >= limits.tokens_per_minute:
-            raise Overloaded(f"{name} has used its {limits.tokens_per_minute} tokens of this minute")
+            raise Overloaded(
+                f"user {name!r} has used its {limits.tokens_per_minute} tokens per minute: retry later"
+            )
         self._calls[name] += 1
         try:
             yield
@@ -87,14 +91,15 @@ class ServedUsers:
             self._calls[name] -= 1
 
     def add_session(self, owner: str) -> None:
-        """Count a session to come. Raises Overloaded if its user has as many as it may."""
+        """Count a session that is about to be created. Raises Overloaded if its user has the maximum."""
         name, limits, elsewhere = self._known(owner)
         if limits.sessions is not None and self._sessions[name] + elsewhere.sessions >= limits.sessions:
-            raise Overloaded(f"{name} has {limits.sessions} sessions open, as many as it may")
+            raise Overloaded(f"user {name!r} has {limits.sessions} open sessions, the maximum: finish one")
         self._sessions[name] += 1
 
     async def read_again(self) -> None:
-        """Have all processes read the users anew. Raises InvalidRequest, and nothing changes then."""
+        """Make all processes read the users again. Raises InvalidRequest if the file is invalid; nothing changes
+        then."""
         await self._report(reads_again=True)
 
     def _known(self, owner: str) -> tuple[str, UserLimits, UserUsage]:
@@ -122,9 +127,11 @@ class ServedUsers:
         if self._read is not None and news.generation != self._generation:
             try:
                 self._keys.learn(self._read())
-            except InvalidRequest as error:  # changed since the coordinator read it
+            except InvalidRequest as error:  # the file changed after the coordinator read it
                 _log.error("users_not_read", error=str(error))
             self._generation = news.generation
             for owner, number in counted.items():
-                if owner and self._keys.named(owner) is None:  # their keys are refused; an admin can end them
+                if (
+                    owner and self._keys.named(owner) is None
+                ):  # their keys are refused, so only an admin can end the sessions
                     _log.warning("open_sessions_without_a_user", user=owner, num_sessions=number)

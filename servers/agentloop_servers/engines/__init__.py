@@ -1,1 +1,2 @@
-"""Adapters: one file an engine, each the only importer of its vendor's package, and only where one starts."""
+"""Engine adapters. Each package is the only importer of its engine's library, and imports it when an engine
+starts."""

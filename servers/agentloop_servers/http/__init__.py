@@ -1,1 +1,1 @@
-"""The public HTTP edge's tools: guard, authentication, answers, event streams and the OpenAPI document."""
+"""Components of the public HTTP edge: guard, authentication, responses, event streams and the OpenAPI document."""

@@ -1,8 +1,8 @@
-"""Long bodies: how many bytes of them are read and parsed at once, and their memory, which goes back to the system.
+"""Memory limit for long request bodies that are read and parsed at the same time.
 
-Only bodies longer than `LONG_BODY_BYTES` count; shorter ones never wait. The whole length of a body is reserved
-before a byte of it is read, so no two bodies wait for each other. Users take turns, and no user fills the room: it
-holds at most half of the room that other users leave.
+Only bodies longer than `LONG_BODY_BYTES` count; shorter ones never wait. The full length of a body is reserved
+before its first byte is read, so two bodies cannot deadlock waiting for each other. Users take turns, and a user
+holds at most half of the capacity that other users leave. Freed heap memory is returned to the operating system.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from agentloop.concurrency.strides import Strides
 from agentloop.errors import Overloaded
 
 LONG_BODY_BYTES = 256 << 10
-"""Longer bodies are parsed in a thread, too: the event loop has other requests to serve."""
+"""Longer bodies are also parsed in a thread, so that they do not block the event loop."""
 
 MIN_BYTES_PER_S = 64 << 10
-"""A long body that arrives more slowly, after `SLOW_GRACE_S`, is refused: its room is needed."""
+"""A long body that arrives more slowly, after `SLOW_GRACE_S`, is rejected to free its reservation."""
 
 SLOW_GRACE_S = 5.0
 
@@ -27,7 +27,8 @@ GIVE_BACK_AFTER_S = 1.0
 
 
 class LongBodies:
-    """Room for long bodies, `max_bytes` in all. The bodies of one user are admitted in order."""
+    """Reserves capacity for long bodies, `max_bytes` in total. The bodies of one user are admitted in FIFO
+    order."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -38,9 +39,9 @@ class LongBodies:
         self._giving_back: asyncio.TimerHandle | None = None
 
     async def admit(self, num_bytes: int, deadline_at: float, user: str = "") -> Callable[[], None]:
-        """Wait for room for a body. Return the function, idempotent, that releases it. Raises Overloaded.
+        """Wait for capacity for a body. Return an idempotent function that releases it. Raises Overloaded.
 
-        The user "" of a service without keys has no neighbors: it may hold all the room.
+        The user "" of a service without keys is the only user, so it may hold all capacity.
         """
         num_bytes = min(num_bytes, self._max_bytes)
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -50,12 +51,15 @@ class LongBodies:
             async with asyncio.timeout_at(deadline_at):
                 await place
         except (TimeoutError, asyncio.CancelledError) as error:
-            if place.done() and not place.cancelled():  # it was admitted, and its task has not run since
+            if place.done() and not place.cancelled():  # admitted, but this task has not resumed since: release
                 self._take(user, -num_bytes)
             place.cancel()
             self._let_in()
             if isinstance(error, TimeoutError):
-                raise Overloaded(f"{self._max_bytes} bytes of long bodies are being read") from error
+                raise Overloaded(
+                    f"no capacity for a body of {num_bytes} bytes: other long bodies use the limit of"
+                    f" {self._max_bytes} bytes; retry later, or send smaller bodies"
+                ) from error
             raise
         is_held = True
 
@@ -87,8 +91,8 @@ class LongBodies:
             if place.done():
                 return user
             if user and held and 2 * (held + num_bytes) > self._num_free + held:
-                continue  # it waits for its own bodies only; the next user is checked
-            # A body that waits for room is not overtaken: short ones would keep a long one waiting for ever.
+                continue  # this user exceeds its share and waits for its own bodies: check the next user
+            # A body that waits for capacity is not overtaken: shorter bodies could starve a long one forever.
             return user if num_bytes <= self._num_free else None
         return None
 
@@ -108,5 +112,5 @@ class LongBodies:
             asyncio.get_running_loop().run_in_executor(None, _trim, 0)
 
 
-# glibc keeps what was freed in the heaps of its threads; other libraries have no such call, and no such heaps.
+# glibc keeps freed memory in its per-thread arenas. Other C libraries have neither such arenas nor `malloc_trim`.
 _trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)

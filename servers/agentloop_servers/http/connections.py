@@ -1,9 +1,9 @@
-"""Connections, bounded: what a client may send, keep waiting and leave unread before its request is known.
+"""Limits on connections, which apply before a request is complete and its client is authenticated.
 
-`BoundedHttp` is one connection of uvicorn. Invariants: headers are refused while they arrive, after their bound and
-what one read brings, and no byte is looked at twice; a request that does not come in time, and an answer that is
-not taken in time, end with their connection; connections without a whole request are bounded, over all and for
-each address, and the oldest make room. So what a client without a key sends costs the others nothing.
+`BoundedHttp` is one uvicorn connection. Oversized headers are rejected while they arrive, at most one socket read
+past the limit, and no byte is examined twice. A connection is closed if its request does not arrive in time or its
+client does not read the response in time. The number of connections without a complete request is limited, in total
+and per address; the oldest are closed first. A client without a key therefore cannot slow down other clients.
 """
 
 from __future__ import annotations
@@ -26,42 +26,44 @@ from agentloop_servers.http.guard import HeadersTooLarge
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Every bound of the connections of one process."""
+    """Limits on the connections of one process."""
 
     header_bytes: int = 64 << 10
     header_lines: int = 256
     headers_timeout_s: float = 10.0  # from the connection, or from the first byte of a later request
-    body_timeout_s: float = 70.0  # from the headers to the last byte; the guard, which answers, is faster
-    idle_timeout_s: float = 75.0  # longer than clients keep an unused connection: they, not we, close it
-    send_timeout_s: float = 30.0  # for what was sent and is not taken, and a second more for each `send_rate` bytes
+    body_timeout_s: float = (
+        70.0  # from the headers to the last byte; the guard's timeout is shorter and answers 408
+    )
+    idle_timeout_s: float = 75.0  # longer than clients keep an unused connection, so that the client closes it
+    send_timeout_s: float = 30.0  # for unread response bytes, plus one second per `send_rate` bytes
     send_rate: int = 32 << 10
-    max_unfinished: int = 4096  # connections without a whole request
+    max_unfinished: int = 4096  # connections without a complete request
     max_unfinished_of_address: int = 2048
     max_idle: int = 8192  # connections between two requests
-    look_interval_s: float = 1.0  # how often deadlines are looked at
+    look_interval_s: float = 1.0  # between two deadline checks
 
 
 class HeadersTimeout(InvalidRequest):
-    """The headers did not arrive in time."""
+    """The request headers did not arrive in time."""
 
     code, http_status = "headers_timeout", 408
 
 
 class _RequestPart(Enum):
-    """The part of a request that a connection is in."""
+    """The part of a request that a connection is processing."""
 
-    HEADERS = auto()  # of the first request: from the connection on
+    HEADERS = auto()  # for the first request, starting with the connection
     BODY = auto()
-    ANSWER = auto()  # or between two requests
+    ANSWER = auto()  # or idle between two requests
 
 
 class Connections:
-    """The open connections of one process, and the rule by which one makes room for another."""
+    """The open connections of one process. Closes the oldest connections when a limit is exceeded."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._all: set[BoundedHttp] = set()
-        # Ordered: the first has waited longest. Each is bounded by `limits`.
+        # In order of arrival: the first connection has waited longest. `limits` bounds each dict.
         self._unfinished: dict[BoundedHttp, None] = {}
         self._of_address: dict[bytes, dict[BoundedHttp, None]] = {}
         self._idle: dict[BoundedHttp, None] = {}
@@ -70,7 +72,7 @@ class Connections:
         return len(self._all)
 
     def began(self, one: BoundedHttp) -> None:
-        """Count a connection as one that owes a request; the oldest of too many are cut."""
+        """Count a connection as one without a complete request; close the oldest if there are too many."""
         limits = self.limits
         self._all.add(one)
         self._idle.pop(one, None)
@@ -83,7 +85,7 @@ class Connections:
             next(iter(self._unfinished)).cut()
 
     def finished(self, one: BoundedHttp) -> None:
-        """Count a connection no more: its request is whole, or it is gone."""
+        """Stop counting a connection as unfinished: its request is complete, or the connection is closed."""
         if one in self._unfinished:
             del self._unfinished[one]
             same = self._of_address[one.address]
@@ -92,20 +94,20 @@ class Connections:
                 del self._of_address[one.address]
 
     def rests(self, one: BoundedHttp) -> None:
-        """Count a connection as idle; the one that has been idle longest makes room."""
+        """Count a connection as idle; close the longest idle one if there are too many."""
         if one in self._all and one not in self._unfinished:
             self._idle[one] = None
             if len(self._idle) > self.limits.max_idle:
                 next(iter(self._idle)).cut()
 
     def lost(self, one: BoundedHttp) -> None:
-        """Forget a connection. Idempotent."""
+        """Remove a closed connection. Idempotent."""
         self.finished(one)
         self._idle.pop(one, None)
         self._all.discard(one)
 
     async def watch(self) -> None:
-        """End what is late, until cancelled."""
+        """Close connections whose deadline has passed, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.limits.look_interval_s)
@@ -115,7 +117,7 @@ class Connections:
 
 
 class BoundedHttp(UvicornConnection):
-    """One connection of uvicorn, with bounds on what uvicorn does not bound."""
+    """One uvicorn connection, with the limits that uvicorn itself does not have."""
 
     def __init__(self, *args: Any, table: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,10 +127,10 @@ class BoundedHttp(UvicornConnection):
         self._phase = _RequestPart.HEADERS
         self._deadline_at = math.inf
         self._num_bytes = 0  # since the request's first byte, or since the last byte of its body
-        self._is_going_on = False  # the last read brought a first byte or a part of a body
+        self._is_going_on = False  # the last read contained the start of a request or a part of a body
         self._unsent_deadline_at: float | None = None
 
-    # --- uvicorn's hooks ----------------------------------------------------------------------------------
+    # Hooks of uvicorn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -144,15 +146,20 @@ class BoundedHttp(UvicornConnection):
         super().data_received(data)
         if self._phase is _RequestPart.ANSWER:
             return
-        # One read is bounded by the event loop: that is the most there is beyond the bounds.
+        # The event loop bounds the size of one read, so the limits are exceeded by at most one read.
         self._num_bytes = 0 if self._is_going_on else self._num_bytes + len(data)
         limits = self._limits
         num_lines = len(self.headers) if self._phase is _RequestPart.HEADERS and self.headers is not None else 0
         if self._num_bytes > limits.header_bytes or num_lines > limits.header_lines:
-            self._refuse(HeadersTooLarge(f"at most {limits.header_lines} headers of {limits.header_bytes} bytes"))
+            self._refuse(
+                HeadersTooLarge(
+                    f"the request headers exceed the limit of {limits.header_lines} headers and"
+                    f" {limits.header_bytes} bytes in total"
+                )
+            )
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidRequest("this is no HTTP request that can be read"))
+        self._refuse(InvalidRequest(f"malformed HTTP request: {msg}"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -161,9 +168,8 @@ class BoundedHttp(UvicornConnection):
             self._await_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if (
-            self._phase is _RequestPart.HEADERS
-        ):  # those behind a body come after the request was judged by the others
+        # Ignore trailers: they follow the body, after the request was accepted by its headers.
+        if self._phase is _RequestPart.HEADERS:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -189,18 +195,20 @@ class BoundedHttp(UvicornConnection):
             self._rest()
 
     def resume_writing(self) -> None:
-        self._unsent_deadline_at = None  # something was taken
+        self._unsent_deadline_at = None  # the client has read something
         super().resume_writing()
 
-    # --- bounds -------------------------------------------------------------------------------------------
+    # Limits
 
     def look(self, now: float) -> None:
-        """End the connection if its deadline has passed, or its client does not read."""
+        """Close the connection if its deadline has passed, or if its client does not read."""
         if now >= self._deadline_at:
-            if self.flow.read_paused:  # it is our turn: the request before it is being answered
+            if self.flow.read_paused:  # not the client's delay: we pause reading while the previous request runs
                 self._deadline_at = now + self._limits.body_timeout_s
             elif self._phase is _RequestPart.HEADERS and self.headers is not None:
-                self._refuse(HeadersTimeout(f"the headers took longer than {self._limits.headers_timeout_s:g} s"))
+                self._refuse(
+                    HeadersTimeout(f"the headers did not arrive within {self._limits.headers_timeout_s:g} s")
+                )
             else:
                 self.cut()
         num_unsent = self.transport.get_write_buffer_size()
@@ -213,12 +221,12 @@ class BoundedHttp(UvicornConnection):
             self.cut()
 
     def cut(self) -> None:
-        """End the connection at once. Idempotent."""
+        """Close the connection immediately. Idempotent."""
         self._table.lost(self)
         self.transport.abort()
 
     def _rest(self) -> None:
-        # uvicorn's own timer of an idle connection ends with the next byte, whatever it is.
+        # uvicorn's own keep-alive timer stops at the next byte, so a client that sends one byte would stay forever.
         self._deadline_at = self.loop.time() + self._limits.idle_timeout_s
         self._table.rests(self)
 
@@ -229,11 +237,11 @@ class BoundedHttp(UvicornConnection):
         self._table.began(self)
 
     def _refuse(self, error: AgentLoopError) -> None:
-        """Answer with an error, and close."""
+        """Send an error response and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cut()  # an answer is under way: what is written now would become part of it
+            self.cut()  # a response is being sent: the error would become part of its body
             return
         self._deadline_at = math.inf
         body = orjson.dumps(error.to_wire())
@@ -250,7 +258,7 @@ class BoundedHttp(UvicornConnection):
 
 
 def _network(host: str) -> bytes:
-    """Return what counts as one address: an IPv4 address, or the /64 that one holder of IPv6 addresses has."""
+    """Return the bytes that identify one client network: an IPv4 address, or the /64 prefix of an IPv6 address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,10 +1,10 @@
-"""The guard between the network and the routes: request ids, bounds, and the one error envelope.
+"""ASGI middleware between the network and the routes: request ids, limits, and the error format.
 
-Pure ASGI, because BaseHTTPMiddleware hides disconnects. Invariants: every answer carries `x-request-id`, and where
-a session is known `x-session-id`; every answer that is no success is `{"error": {message, type, param, code}}`, or
-what the route's dialect has instead (`envelope`); no more than `max_body_bytes` of a body are ever held; a body is
-read only after the route's key was checked; authorisation hangs on the route itself, never on a path or on the
-Host header.
+Pure ASGI, because BaseHTTPMiddleware hides disconnects. Every response has `x-request-id`, and `x-session-id` if
+the session is known. Every error response is `{"error": {message, type, param, code}}`, or the error format of the
+route's dialect (`envelope`). At most `max_body_bytes` of a body are in memory, and a body is read only after the
+route has checked the key. Authorization is attached to the route itself and never depends on a path or on the Host
+header.
 """
 
 from __future__ import annotations
@@ -49,37 +49,37 @@ T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 
 Envelope: TypeAlias = Callable[[AgentLoopError], Any]
-"""Writes the body of an error answer, as something `orjson` takes."""
+"""Returns the body of an error response as a value that `orjson` serializes."""
 
-_BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins at least
-_BEGINNING_S = 0.001  # of the event loop, for the beginning of one
-_BEGINNING_SHARE = 0.5  # of the event loop's time, for beginnings
-_SHARED_FOR_S = 1.0  # after its last request, a user counts as one that calls
-_LIGHT_SHARE = 0.25  # of an equal share of the open requests; a user with fewer is delayed by the others' crowds
-_SHORT_ROUND_S = 0.0002  # of the event loop: it had little else to do
-_MAX_ADMISSION_GAP_S = 0.05  # between two admissions of waiting requests
+_BEGUN_AT_ONCE = 4  # minimum number of requests that one iteration of the event loop admits
+_BEGINNING_S = 0.001  # event loop time that the start of one request takes
+_BEGINNING_SHARE = 0.5  # maximum share of the event loop's time for starting requests
+_SHARED_FOR_S = 1.0  # a user counts as active for this long after its last request
+_LIGHT_SHARE = 0.25  # a user with less than this fraction of an equal share of the open requests is light
+_SHORT_ROUND_S = 0.0002  # a shorter iteration shows that the event loop was idle
+_MAX_ADMISSION_GAP_S = 0.05  # maximum time between two admissions of waiting requests
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _HAS_PORT = re.compile(r":\d{1,5}\Z")
 _FOR_THIS_MACHINE = (
-    "this service has no keys, so it is only for this machine: call it as localhost or 127.0.0.1, not from "
-    "another site's page; or start it with a user key and an admin key (AGENTLOOP_KEY, AGENTLOOP_ADMIN_KEY)"
+    "this service has no keys, so it accepts requests from this machine only: call it as localhost or 127.0.0.1,"
+    " not from another site's page, or configure a user key and an admin key (AGENTLOOP_KEY, AGENTLOOP_ADMIN_KEY)"
 )
-_WHITE_SPACE = " \t"  # that may stand around a header's value
+_WHITE_SPACE = " \t"  # optional white space around the value of a header
 _HOST = re.compile(r"[A-Za-z0-9._\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body exceeds the service's bound."""
+    """The body exceeds the service's limit."""
 
     code, http_status = "body_too_large", 413
 
 
 class HeadersTooLarge(InvalidRequest):
-    """The headers exceed the service's bound."""
+    """The headers exceed the service's limit."""
 
     code, http_status = "headers_too_large", 431
 
@@ -97,7 +97,7 @@ class UnsupportedMediaType(InvalidRequest):
 
 
 class NotLocal(Forbidden):
-    """A service without keys is for its own machine: the request names another host, or is another site's."""
+    """The service has no keys, and the request names another host or comes from another site's page."""
 
     code = "not_local"
 
@@ -110,26 +110,26 @@ class MethodNotAllowed(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Every bound of the public HTTP edge."""
+    """Limits of the public HTTP edge."""
 
     max_header_bytes: int = 64 << 10
     max_headers: int = 256
     max_body_bytes: int = 32 << 20
-    max_bytes_of_bodies: int = 256 << 20  # of long bodies that are read and parsed at once; others wait their turn
+    max_bytes_of_bodies: int = 256 << 20  # total of the long bodies that are read and parsed at once
     body_timeout_s: float = 60.0
-    max_direct_calls: int = 1024  # concurrent `POST /generate`; the next one gets 429
+    max_direct_calls: int = 1024  # concurrent `POST /generate` calls; more are answered with 429
     coordinator_timeout_s: float = 60.0
     update_timeout_s: float = 900.0
-    retry_after_s: int = 1  # told with 429 and 503; 1 to 60
+    retry_after_s: int = 1  # sent as `retry-after` with 429 and 503; 1 to 60
 
 
-# --- bodies -----------------------------------------------------------------------------------------------
+# Bodies
 
 
 def json_body(
     kind: type[B], parse: Callable[[bytes, type[B]], B] = parse_body
 ) -> Callable[[Request], Awaitable[B]]:
-    """Make a route dependency that reads the body as a `kind`, strictly. The guard bounds its size and time."""
+    """Make a route dependency that parses the body strictly as a `kind`. The guard limits its size and duration."""
 
     async def read(request: Request) -> B:
         return await read_json_body(request, lambda body: parse(body, kind))
@@ -138,14 +138,19 @@ def json_body(
 
 
 async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
-    """Parse a JSON body with `parse`; a long one in a thread. Raises InvalidRequest."""
+    """Parse a JSON body with `parse`, in a thread if it is long. Raises InvalidRequest."""
     content_type = request.headers.get("content-type", "").lower()
     media_type, _, parameters = content_type.partition(";")
     charset = parameters.strip().removeprefix("charset=").strip('"')
     if media_type.strip() != "application/json" or charset not in ("", "utf-8"):
-        raise InvalidRequest("send application/json in UTF-8", param="content-type")
+        raise InvalidRequest(
+            f"the body must be application/json in UTF-8, but the content type is {content_type[:200]!r}",
+            param="content-type",
+        )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnsupportedMediaType("compressed bodies are not taken", param="content-encoding")
+        raise UnsupportedMediaType(
+            "compressed bodies are not supported: send the body without content-encoding", param="content-encoding"
+        )
     body = await request.body()
     if len(body) <= LONG_BODY_BYTES:
         return parse(body)
@@ -156,16 +161,16 @@ async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
 
 
 def traceparent_of(request: Request) -> str:
-    """Return the W3C trace context that a request brings; empty without a valid one."""
-    given = request.headers.get("traceparent", "").strip()
-    return given if _TRACEPARENT.fullmatch(given) else ""
+    """Return the W3C trace context (`traceparent`) of a request; "" if it is missing or invalid."""
+    traceparent = request.headers.get("traceparent", "").strip()
+    return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
 
 
-# --- errors -----------------------------------------------------------------------------------------------
+# Errors
 
 
 def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
-    """Bring every failure of a route into the envelope."""
+    """Register handlers that convert every failure of a route to the error format of the route."""
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, AgentLoopError)
@@ -181,8 +186,8 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
         absent = [part.package for part in PARTS if ROUTES in part.entries and not part.is_there]
         hint = f" Optional parts with more paths are not installed: {', '.join(absent)}." if absent else ""
         kinds: dict[int, AgentLoopError] = {
-            404: NotFound(f"there is no path {request.url.path[:200]!r}; models are called under /v1.{hint}"),
-            405: MethodNotAllowed(f"{request.method} is not possible here"),
+            404: NotFound(f"unknown path {request.url.path[:200]!r}; the model APIs are under /v1.{hint}"),
+            405: MethodNotAllowed(f"the path {request.url.path[:200]!r} does not support {request.method}"),
         }
         known = kinds.get(error.status_code)
         if known is None:
@@ -192,9 +197,8 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
         response = error_response(known, limits.retry_after_s, envelope_of(request.scope))
         response.headers.update(error.headers or {})
         if error.status_code == 405:
-            response.headers["allow"] = ", ".join(
-                sorted(_methods_at(request))
-            )  # Starlette tells those of one route
+            # Starlette's own header has only the methods of the first matching route.
+            response.headers["allow"] = ", ".join(sorted(_methods_at(request)))
         return response
 
     app.add_exception_handler(AgentLoopError, ours)
@@ -203,17 +207,17 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
 
 
 def _methods_at(request: Request) -> set[str]:
-    """Return the methods that the path of a request takes."""
-    found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
-    return {method for route in found for method in getattr(route, "methods", None) or ()}
+    """Return the HTTP methods that the path of a request supports."""
+    routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in routes for method in getattr(route, "methods", None) or ()}
 
 
 def error_response(
     error: AgentLoopError, retry_after_s: int = 1, envelope: Envelope = AgentLoopError.to_wire
 ) -> Response:
-    """Return the envelope, with the headers that the status calls for.
+    """Return an error response in the format of `envelope`, with the headers that its status requires.
 
-    The OpenAI and Anthropic clients repeat a 409 and every 5xx unless `x-should-retry` says otherwise.
+    The OpenAI and Anthropic clients retry a 409 and every 5xx unless `x-should-retry` is "false".
     """
     headers = {}
     if error.http_status in (429, 503, 507) or isinstance(error, WeightVersionNotServed):
@@ -226,9 +230,9 @@ def error_response(
 
 
 def speaks(envelope: Envelope, id_header: str | None = None) -> Callable[[Request], Awaitable[None]]:
-    """Make a route dependency, to stand first: `envelope` writes the errors of this route.
+    """Make a route dependency that sets the error format of the route. It must be the route's first dependency.
 
-    Every answer has the request's id also under `id_header`.
+    Every response also has the request id in the header `id_header`.
     """
 
     async def declare(request: Request) -> None:
@@ -238,25 +242,27 @@ def speaks(envelope: Envelope, id_header: str | None = None) -> Callable[[Reques
 
 
 def envelope_of(scope: Scope) -> Envelope:
-    """Return the function that writes the errors of this request."""
+    """Return the function that formats the errors of this request."""
     envelope: Envelope = scope.get("state", {}).get("envelope", AgentLoopError.to_wire)
     return envelope
 
 
-# --- the middleware ---------------------------------------------------------------------------------------
+# Middleware
 
 
 class TickLimiter:
-    """Admits requests in rounds of the event loop. Users take turns; the requests of one user are in order.
+    """Limits the requests that start in one iteration of the event loop. Users take turns; each user's queue is
+    FIFO.
 
-    Reading a request and making its prompt is a millisecond of work without a pause. A thousand requests that begin
-    in one round would delay every stream and every answer by that long, so a round admits `width` requests, or as
-    many as take their share of the time that the last round took: with a half, rounds get twice as long at most.
+    Reading a request and rendering its prompt blocks the event loop for about a millisecond. A thousand requests
+    that start in one iteration would delay every stream and response by a second, so an iteration admits `width`
+    requests, or as many as take `share` of the duration of the last iteration: with a half, iterations at most
+    double.
 
-    Every step of an admitted request waits for a round, so a crowd of one user that makes rounds long would delay
-    another user's call at each of its steps. While a user has far fewer requests than the others (`_is_paced`), the
-    others are admitted one at a time, whenever the event loop has nothing else to do. It never idles while requests
-    wait, so this costs no throughput.
+    Every step of an admitted request waits for an iteration, so one user's burst that makes iterations long would
+    delay another user's call at each of its steps. While a user has far fewer requests than the others
+    (`_is_paced`), the others are admitted one at a time, whenever the event loop has nothing else to do. The event
+    loop never idles while requests wait, so this does not reduce throughput.
     """
 
     def __init__(
@@ -268,17 +274,17 @@ class TickLimiter:
     ) -> None:
         self._width = width
         self._per_second = share / seconds_each
-        self._num_left = width  # in this round
-        self._round_at: float | None = None  # when this one began; None: none is scheduled after it
+        self._num_left = width  # requests that this iteration may still admit
+        self._round_at: float | None = None  # start of this iteration; None if no next one is scheduled
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(strides)  # bounded by the connections
         self._num_open: Counter[str] = Counter()  # requests of known users
-        self._seen: dict[str, float] = {}  # known users by their last request, the latest last
-        self._num_owed = 0  # requests that others may begin, one for each that passed the queue
-        self._admitted_at = 0.0  # when a round last admitted a request
+        self._seen: dict[str, float] = {}  # time of each known user's last request, in order of time
+        self._num_owed = 0  # admissions due to queued requests, one for each light request that bypassed the queue
+        self._admitted_at = 0.0  # when a queued request was last admitted
 
     async def enter(self, user: str = "") -> None:
-        """Wait for admission. Call `leave` at the request's end, also if this raises. "" is no known user: it takes
-        turns like one, but nobody is held back for it."""
+        """Wait for admission. Call `leave` when the request ends, also if this raises. The unknown user "" takes
+        turns like any other, but other users are never paced for it."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if user:
@@ -299,14 +305,14 @@ class TickLimiter:
         await place
 
     def leave(self, user: str = "") -> None:
-        """Count a request that ended."""
+        """Count a finished request."""
         if user:
             self._num_open[user] -= 1
             if not self._num_open[user]:
                 del self._num_open[user]
 
     def _is_paced(self, now: float) -> bool:
-        """Return True if one of several users that called lately has far fewer requests than the others."""
+        """Return True if one of several recently active users has far fewer requests than the others."""
         while self._seen and now - next(iter(self._seen.values())) > _SHARED_FOR_S:
             del self._seen[next(iter(self._seen))]
         return len(self._seen) > 1 and any(map(self._is_light, self._seen))
@@ -321,13 +327,13 @@ class TickLimiter:
         if not self._is_paced(now):
             width, self._num_owed = max(self._width, int(took_s * self._per_second)), 0
         else:
-            # A short round shows that the loop had nothing else to do. Long rounds must not starve the crowd: it
-            # has a turn for each turn of a light user, and one every `_MAX_ADMISSION_GAP_S`.
+            # A short iteration shows that the loop was idle. Long iterations must not starve the queued requests:
+            # one is admitted for each light request that bypassed the queue, and one every `_MAX_ADMISSION_GAP_S`.
             width = int(is_owed or took_s < _SHORT_ROUND_S or now - self._admitted_at > _MAX_ADMISSION_GAP_S)
             self._num_owed -= is_owed
         self._num_left = width
         while self._num_left > 0:
-            place = self._waiting.pop(lambda place: not place.done())  # a request may have been given up
+            place = self._waiting.pop(lambda place: not place.done())  # skip cancelled requests
             if place is None:
                 break
             place.set_result(None)
@@ -341,9 +347,10 @@ class TickLimiter:
 
 
 class HttpGuard:
-    """The outermost layer of the app: ids, bounds, and an answer for what nothing else caught.
+    """The outermost layer of the app: request ids, limits, and a response for uncaught exceptions.
 
-    A server that cancels what runs in its end puts `server_ends` into the state of a request, which tells that.
+    A server that cancels running requests at shutdown sets `server_ends` in the request's state: a function that
+    returns True during the shutdown.
     """
 
     def __init__(
@@ -356,10 +363,10 @@ class HttpGuard:
         tally: MetricsTally | None = None,
         in_flight: dict[int, Scope] | None = None,
     ) -> None:
-        """Requests begin in turns of their users, whom `user_of` finds in their headers, checked or not.
+        """Schedule requests fairly by user. `user_of` returns the user of a request from its unverified headers.
 
-        With `is_local_only`, which a service without keys is, requests must name a loopback host: a web page whose
-        name was made to lead here (DNS rebinding) names its own. `in_flight` holds the requests that run.
+        A service without keys sets `is_local_only`: requests must then name a loopback host, because a web page
+        that uses DNS rebinding sends its own host name. `in_flight` contains the running requests.
         """
         self._app = app
         self._limits = limits
@@ -398,13 +405,13 @@ class HttpGuard:
             except asyncio.CancelledError:
                 if not state.get("server_ends", bool)():
                     raise
-                if not guarded.is_started:  # else the server cuts it
-                    ending = ServiceUnavailable("this process of the endpoint ends; ask again")
+                if not guarded.is_started:  # otherwise the server cuts the connection
+                    ending = ServiceUnavailable("this endpoint process is shutting down; send the request again")
                     await error_response(ending, envelope=envelope_of(scope))(scope, receive, guarded.send)
             except Exception as error:
                 _log.exception("request_failed", path=scope["path"], method=scope["method"])
                 if guarded.is_started:
-                    raise  # the server cuts the connection: the client sees that the answer is not whole
+                    raise  # the server cuts the connection, which shows the client that the response is incomplete
                 known = error if isinstance(error, AgentLoopError) else AgentLoopError("internal error")
                 await error_response(known, envelope=envelope_of(scope))(scope, receive, guarded.send)
             finally:
@@ -415,7 +422,7 @@ class HttpGuard:
 
     def _count(self, scope: Scope, guarded: _GuardedRequest, begun_at: float) -> None:
         route = route_of(scope)
-        method = scope["method"] if route != "none" else "any"  # a stranger's may be any word
+        method = scope["method"] if route != "none" else "any"  # an unauthenticated client can send any method name
         self._tally.count("http_requests_total", route, method, str(guarded.status))
         self._tally.observe("http_seconds", time.perf_counter() - begun_at, route)
         if (by := scope["state"].get("cut_by")) is not None:
@@ -425,10 +432,13 @@ class HttpGuard:
         limits, raw = self._limits, headers.raw
         num_bytes = sum(len(name) + len(value) for name, value in raw)
         if len(raw) > limits.max_headers or num_bytes > limits.max_header_bytes:
-            return HeadersTooLarge(f"at most {limits.max_headers} headers of {limits.max_header_bytes} bytes")
+            return HeadersTooLarge(
+                f"{len(raw)} headers of {num_bytes} bytes: the limit is {limits.max_headers} headers"
+                f" and {limits.max_header_bytes} bytes"
+            )
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (hosts and _HOST.fullmatch(hosts[0]) is None):
-            return InvalidRequest("malformed Host header", param="host")
+            return InvalidRequest(f"malformed Host header: {', '.join(hosts)[:200]!r}", param="host")
         if self._is_local_only:
             origins = [origin.rpartition("://")[2] for origin in headers.getlist("origin")]
             if not all(map(_is_local, (*hosts, *origins))):
@@ -440,7 +450,7 @@ class HttpGuard:
 
 
 class _GuardedRequest:
-    """One request's receive and send, counting what comes in and stamping what goes out."""
+    """Wraps one request's receive, to limit its body, and its send, to add the id headers."""
 
     def __init__(
         self,
@@ -455,7 +465,7 @@ class _GuardedRequest:
         self._state = state
         self._bodies = bodies
         self._user = user
-        self.length: int | None = None  # of the body, where it is told
+        self.length: int | None = None  # body bytes, from `content-length`
         self._release: Callable[[], None] | None = None
         self._admitted_at = 0.0
         self.request_id = request_id
@@ -475,14 +485,14 @@ class _GuardedRequest:
             whole = self._limits.max_body_bytes if self.length is None else self.length
             self._release = await self._bodies.admit(whole, self._body_deadline_at, self._user)
             self._admitted_at = asyncio.get_running_loop().time()
-        # Only a long body holds room that others wait for.
+        # The minimum rate applies to long bodies only: they reserve capacity that other requests wait for.
         slow_at = self._admitted_at + SLOW_GRACE_S + self._num_bytes / MIN_BYTES_PER_S
         deadline_at = self._body_deadline_at if self._release is None else min(self._body_deadline_at, slow_at)
         try:
             async with asyncio.timeout_at(deadline_at):
                 message = await self._receive()
         except TimeoutError as error:
-            reason = f"the body took longer than {self._limits.body_timeout_s:g} s"
+            reason = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
             if deadline_at < self._body_deadline_at:
                 reason = f"the body arrived at less than {MIN_BYTES_PER_S} bytes/s: {self._num_bytes} bytes so far"
             raise BodyTimeout(reason) from error
@@ -491,11 +501,11 @@ class _GuardedRequest:
             if self._num_bytes > self._limits.max_body_bytes:
                 raise _too_large(self._limits.max_body_bytes)
             if not message.get("more_body", False):
-                self._body_deadline_at = None  # what comes next is the client's leaving
+                self._body_deadline_at = None  # the body is complete: the only next message is a disconnect
         return message
 
     def release_body(self) -> None:
-        """Leave the place of a long body to another: it has been parsed, or is given up. Idempotent."""
+        """Release the reservation of a long body after it was parsed or abandoned. Idempotent."""
         if self._release is not None:
             self._release()
 
@@ -512,12 +522,12 @@ class _GuardedRequest:
 
 
 def route_of(scope: Scope) -> str:
-    """Return the route of a request, or "none" as long as none is found."""
+    """Return the path template of a request's route, or "none" if no route has matched."""
     return getattr(scope.get("route"), "path", "none")
 
 
 def _is_local(authority: str) -> bool:
-    """Tell whether a host with or without a port, as Host and Origin have it, is a name of this very machine."""
+    """Return True if `authority`, a host with or without a port, is a loopback host."""
     host = authority.rpartition(":")[0] if _HAS_PORT.search(authority) else authority
     return is_loopback(host.removeprefix("[").removesuffix("]").lower())
 
@@ -528,4 +538,4 @@ def _request_id(headers: Headers) -> str:
 
 
 def _too_large(max_body_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body exceeds {max_body_bytes} bytes")
+    return BodyTooLarge(f"the body exceeds the limit of {max_body_bytes} bytes")

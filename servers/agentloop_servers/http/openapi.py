@@ -1,4 +1,5 @@
-"""The OpenAPI document: FastAPI's own, completed by what the routes read and write by themselves."""
+"""The OpenAPI document: FastAPI's own, plus the bodies and responses of routes that parse and serialize
+themselves."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from pydantic.json_schema import models_json_schema
 from agentloop.api.openapi import SCHEMA_PREFIX, answer_schema, answer_schemas
 
 STREAMED: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
-"""The content of a route that can stream, besides JSON."""
+"""The OpenAPI `content` of a streaming response, for routes that can stream in addition to JSON."""
 
 OBJECT: Final[dict[int | str, dict[str, Any]]] = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}}}
 }
-"""The `responses` of a route whose answer is another server's, which its own pages describe."""
+"""The `responses` of a route that passes on another server's JSON object, documented by that server."""
 
 _SECURED: Final[dict[str, Any]] = {"security": [{"bearer": []}, {"x-api-key": []}]}
 _ERROR_NAME = "ErrorBody"
 _ERROR = {
     "title": _ERROR_NAME,
-    "description": "What went wrong: `code` is stable and machine-readable, `param` names the field at fault.",
+    "description": "An error: `code` is stable and machine-readable, `param` names the invalid field.",
     "type": "object",
     "properties": {
         "error": {
@@ -46,12 +47,12 @@ _ERROR = {
 ERROR_SCHEMA: Final = {"$ref": f"{SCHEMA_PREFIX}{_ERROR_NAME}"}
 
 _ERROR_STATUSES = (400, 401, 403, 404, 408, 409, 410, 413, 415, 429, 500, 502, 503, 504)
-_bodies: dict[str, type[BaseModel]] = {}  # that routes of this process take, by name
+_bodies: dict[str, type[BaseModel]] = {}  # the request bodies of this process' routes, by class name
 _PATH_PARAMETER = re.compile(r"\{([a-z_]+)\}")
 
 
 def takes(body: type[BaseModel] | None = None) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route that needs a key, and takes this body."""
+    """Return the `openapi_extra` of a route that needs a key and parses the request body `body`."""
     if body is None:
         return _SECURED
     _bodies[body.__name__] = body
@@ -69,7 +70,8 @@ def add_route(
     responses: dict[int | str, dict[str, Any]] | None = None,
     dependencies: Sequence[Depends] | None = None,
 ) -> None:
-    """Add a route that needs a key and reads its `body` by itself; the others describe its answers."""
+    """Add a route that needs a key and parses its `body` itself. `answer` and `responses` describe its
+    responses."""
     router.add_api_route(
         path,
         handler,
@@ -82,13 +84,13 @@ def add_route(
 
 
 def answered(kind: Any, *others: Mapping[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route that answers a dataclass or a list of them, or one of the `others`."""
+    """Return the `responses` of a route that returns a dataclass, a list of dataclasses, or one of the `others`."""
     schema = answer_schema(kind)
     return {200: {"content": _json({"anyOf": [schema, *others]} if others else schema)}}
 
 
 def errors(schema: dict[str, Any] = ERROR_SCHEMA) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of routes whose failures look like `schema`."""
+    """Return the `responses` of routes whose error bodies have the schema `schema`."""
     return {status: {"content": _json(schema)} for status in _ERROR_STATUSES}
 
 
@@ -97,7 +99,7 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI) -> None:
-    """Make `/openapi.json` complete: the bodies of `add_route`, the answers, the errors and the keys."""
+    """Add the bodies of `add_route`, the responses, the errors and the key schemes to `/openapi.json`."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -111,7 +113,7 @@ def describe(app: FastAPI) -> None:
             components = schema.setdefault("components", {})
             schemas = components.setdefault("schemas", {})
             ours = {**answer_schemas(), _ERROR_NAME: _ERROR}
-            assert all("enum" in ours[name] for name in ours.keys() & schemas.keys())  # both say the same
+            assert all("enum" in ours[name] for name in ours.keys() & schemas.keys())  # enums are the same in both
             schemas |= ours
             _add_schemas(schemas, found["$defs"])
             _describe_path_parameters(schema["paths"])
@@ -126,21 +128,21 @@ def describe(app: FastAPI) -> None:
 
 
 def _add_schemas(schemas: dict[str, Any], bodies: dict[str, Any]) -> None:
-    """Add the schemas of bodies to those of answers. A model may be in both, and then in two forms: what may be
-    left out of a body is always in an answer."""
+    """Add the schemas of bodies to the schemas of responses. A model in both can differ: a field that is optional
+    in a body is always present in a response. The body's schema is then named `<name>-Input`."""
     text = orjson.dumps(bodies).decode()
     clashes = {name for name, schema in bodies.items() if schemas.get(name, schema) != schema}
     for name in clashes:
         text = text.replace(f'"{SCHEMA_PREFIX}{name}"', f'"{SCHEMA_PREFIX}{name}-Input"')
-    schemas |= {f"{name}-Input" if name in clashes else name: one for name, one in orjson.loads(text).items()}
+    schemas |= {f"{name}-Input" if name in clashes else name: schema for name, schema in orjson.loads(text).items()}
 
 
 def _describe_path_parameters(paths: dict[str, Any]) -> None:
-    """Add those that no handler declares: names of sessions, which `auth.py` reads. Any text may stand there."""
+    """Add path parameters that no handler declares, such as the session id that `auth.py` reads, as free text."""
     for path, operations in paths.items():
         for operation in operations.values():
             parameters = operation.setdefault("parameters", [])
-            declared = {one["name"] for one in parameters if one["in"] == "path"}
+            declared = {parameter["name"] for parameter in parameters if parameter["in"] == "path"}
             parameters += [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
                 for name in _PATH_PARAMETER.findall(path)

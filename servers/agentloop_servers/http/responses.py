@@ -1,4 +1,4 @@
-"""Answers as JSON and MessagePack, deadlines, and clients that leave: the same for every route."""
+"""Helpers for all routes: JSON and MessagePack responses, timeouts, and client disconnects."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return `value`, anything that `orjson` takes, as a JSON answer. Bytes are JSON already."""
+    """Return a JSON response with `value`, serialized by `orjson`. Bytes are sent unchanged, as finished JSON."""
     content = value if isinstance(value, bytes) else orjson.dumps(value)
     return Response(content, status, headers, "application/json")
 
 
 async def long_response(request: Request, as_msgpack: Callable[[], bytes], as_json: Callable[[], Any]) -> Response:
-    """Return an answer that may hold millions of numbers: MessagePack if the client accepts it, or else JSON.
+    """Return a response that can contain millions of numbers: MessagePack if the client accepts it, otherwise JSON.
 
-    As text that is long work, done in a thread.
+    JSON is serialized in a thread, because it can take long.
     """
     if MSGPACK in request.headers.get("accept", ""):
         return Response(as_msgpack(), media_type=MSGPACK)
@@ -35,7 +35,7 @@ async def long_response(request: Request, as_msgpack: Callable[[], bytes], as_js
 
 
 def unread_response() -> Response:
-    """Return the answer to a client that has left."""
+    """Return the response for a client that has disconnected; it is never sent."""
     return Response(status_code=499)
 
 
@@ -49,8 +49,8 @@ async def in_time(work: Awaitable[T], timeout_s: float, message: str) -> T:
 
 
 async def unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the result of `work`, or None if the client left first; `work` is then cancelled and has ended."""
-    # `work` runs in the caller's task, in a scope that is ended early: a task of its own would cost more.
+    """Return the result of `work`. If the client disconnects first, cancel `work`, wait for it and return None."""
+    # `work` runs in the caller's task, in a timeout scope that a disconnect expires: another task would cost more.
     watching = asyncio.create_task(client_left(request.receive))
     scope = asyncio.timeout(None)
     try:
@@ -59,7 +59,7 @@ async def unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None
             return await work
     except TimeoutError:
         if not scope.expired():
-            raise  # it is `work`'s own
+            raise  # `work` itself raised it
         return None
     finally:
         watching.cancel()
@@ -67,19 +67,19 @@ async def unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None
 
 
 def _end(scope: asyncio.Timeout) -> None:
-    """End what runs in a scope, if something still does."""
-    with suppress(RuntimeError):  # it has ended
+    """Make a timeout scope expire now, unless it has already exited."""
+    with suppress(RuntimeError):  # the scope has exited
         scope.reschedule(asyncio.get_running_loop().time())
 
 
 async def client_left(receive: Receive) -> None:
-    """Wait until the client of a request, whose body has been read, is gone."""
+    """Wait until the client disconnects. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def send_in_time(send: Send, message: Message, timeout_s: float) -> None:
-    """Send a part of an answer. Raises ClientDisconnect if the client does not read in time."""
+    """Send a part of a response. Raises ClientDisconnect if the client does not read it within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             await send(message)

@@ -1,9 +1,9 @@
-"""Server-sent events: how one is written, and the response that sends them.
+"""Server-sent events: their serialization, and the response that streams them.
 
-Invariants: the headers go out with the first event or the first keep-alive, so what fails before is an ordinary
-error answer; what fails after is an error event, never a silent end; a client that leaves, or that does not read
-for `send_timeout_s`, ends the source, and the response returns only once that has ended. Memory is bounded by the
-server's own write buffer: nothing is queued here.
+The headers are sent with the first event or keep-alive, so a failure before it is an ordinary error response. A
+later failure is an error event, never a silent end. If the client disconnects, or does not read for
+`send_timeout_s`, the source is closed, and the response returns after it has ended. No events are queued here: the
+server's write buffer bounds the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
-    """Return one event with `data` as JSON (bytes are JSON already) and the name `event`, where dialects name
+    """Return one event with `data` as JSON (bytes are finished JSON), named `event` in dialects that name
     events."""
     text = data if isinstance(data, bytes) else orjson.dumps(data)
     head = b"" if event is None else b"event: " + event.encode() + b"\n"
@@ -37,10 +37,10 @@ def sse(data: Any, event: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """A response of the events of `source`, with comments while it is silent for `keep_alive_s`.
+    """A response that streams the events of `source`, and a comment after each `keep_alive_s` without an event.
 
-    `error_event` writes a failure after the headers; `refuse` makes the answer of one before them. `source` is
-    closed on every path. `cut_by` in the request's state tells of a stream that ended early: "client", "failure".
+    `error_event` serializes a failure after the headers; `refuse` makes the response for a failure before them.
+    `source` is always closed. `cut_by` in the request's state is "client" or "failure" if the stream ended early.
     """
 
     media_type = "text/event-stream"
@@ -93,7 +93,7 @@ class EventStream(Response):
             if known is not error:
                 _log.exception("stream_failed", path=scope["path"])
             if not writer.is_started:
-                writer.is_finished = True  # no comment may come in between
+                writer.is_finished = True  # a keep-alive comment would start the response
                 await self._refuse(known)(scope, receive, send)
                 return
             scope["state"]["cut_by"] = "failure"
@@ -108,11 +108,11 @@ class EventStream(Response):
                 await asyncio.sleep(remaining_s)
             else:
                 await writer.write(KEEP_ALIVE)
-        await asyncio.Event().wait()  # the producer's end is the response's
+        await asyncio.Event().wait()  # the response ends with `_produce`, not with this task
 
 
 class _Writer:
-    """Writes for two tasks, one at a time, the headers first."""
+    """Serializes the writes of two tasks, and sends the headers before the first."""
 
     def __init__(self, send: Send, raw_headers: list[tuple[bytes, bytes]], send_timeout_s: float) -> None:
         self.is_started = False
@@ -134,7 +134,7 @@ class _Writer:
             await self._send_in_time(b"", more_body=False)
 
     async def _send_in_time(self, data: bytes, *, more_body: bool) -> None:
-        """Raises ClientDisconnect if the client does not take what was sent before."""
+        """Raise ClientDisconnect if the client does not read in time."""
         if not self.is_started:
             self.is_started = True
             start = {"type": "http.response.start", "status": 200, "headers": self._raw_headers}

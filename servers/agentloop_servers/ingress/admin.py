@@ -1,4 +1,5 @@
-"""The admin routes: pause, resume, weights, sleep, wake, drain. They need the admin key wherever any key is set."""
+"""The admin routes: pause, resume, weights, sleep, wake, drain. They require the admin key if any key is
+configured."""
 
 from __future__ import annotations
 
@@ -48,17 +49,17 @@ Weights = Annotated[WeightsBody, Depends(json_body(WeightsBody))]
 
 @dataclass(frozen=True, slots=True)
 class ModeRules:
-    """The commands that the service's mode allows beyond pause and resume; `mode` is its name, for the refusals."""
+    """The admin commands that the service's mode allows, besides pause and resume. Refusals name the `mode`."""
 
     mode: str = "standalone"
-    allows_weights: bool = True  # new weights of any source
+    allows_weights: bool = True  # new weights from any source
     allows_push: bool = True  # tensors from a trainer
     allows_adapters: bool = True
-    names_adapters: bool = False  # adapters have names, and the base weights stay
+    names_adapters: bool = False  # adapters have names and the base weights never change
     can_sleep: bool = True
 
     def check_named(self) -> None:
-        """Raises InvalidRequest where adapters have no names."""
+        """Raise InvalidRequest if adapters have no names."""
         if not self.names_adapters:
             raise InvalidRequest(
                 "this service serves no adapters by name: set its engines' `max_loras`, or push without a name",
@@ -66,7 +67,7 @@ class ModeRules:
             )
 
     def check_source(self, update: WeightUpdate) -> None:
-        """Raises InvalidRequest for a source that the mode does not take."""
+        """Raise InvalidRequest if the mode does not accept the update's source."""
         if self.names_adapters:
             raise InvalidRequest(
                 "this service serves adapters by name (`max_loras`) over base weights that stay: push an adapter,"
@@ -76,37 +77,39 @@ class ModeRules:
         if not self.allows_weights:
             raise InvalidRequest(f"in mode {self.mode} weights never change", param="version")
         if (update.push is not None or update.transfer is not None) and not self.allows_push:
-            raise InvalidRequest(f"in mode {self.mode} nobody pushes tensors; give a directory", param="push")
+            raise InvalidRequest(f"in mode {self.mode} tensors cannot be pushed: pass a 'directory'", param="push")
         if update.adapter is not None and not self.allows_adapters:
             raise InvalidRequest(
                 f"this service (mode {self.mode}) was not configured for adapters", param="adapter"
             )
 
     def check_sleep(self, level: int = 1) -> None:
-        """Raises InvalidRequest in a mode that never gives memory back, or not so much."""
+        """Raise InvalidRequest if the mode does not allow sleep, or not at this level."""
         if not self.can_sleep:
-            raise InvalidRequest(f"in mode {self.mode} engines keep their memory: there is no sleep and no wake")
+            raise InvalidRequest(
+                f"in mode {self.mode} engines never release memory: sleep and wake are not available"
+            )
         if level == 2 and self.names_adapters:
             raise InvalidRequest("level 2 would discard the adapters: sleep at level 1", param="level")
 
 
 @dataclass(frozen=True, slots=True)
 class PauseState:
-    """The answer to a pause or a resume."""
+    """The response to a pause or a resume."""
 
     is_paused: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SleepState:
-    """The answer to a sleep or a wake: the memory that the fleet has given back now."""
+    """The response to a sleep or a wake: the kinds of memory that the fleet has released."""
 
     asleep: tuple[MemoryTag, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UsersRead:
-    """The answer once the users were read again."""
+    """The response after the users' file was read again."""
 
     num_users: int
 
@@ -134,7 +137,8 @@ class AdminRoutes:
         self._nodes_without = nodes_without
 
     def router(self, keys: Keys) -> APIRouter:
-        """Return the routes, each behind the admin key; some users push adapters of their own."""
+        """Return the routes. All require the admin key, except `/admin/weights`: some users may push their own
+        adapters."""
         self._keys, whole = keys, APIRouter()
         pushed = APIRouter(dependencies=[Depends(keys.require_pusher)], responses=errors(), tags=["admin"])
         add_route(pushed, "POST", "/admin/weights", self.weights, WeightsBody, responses=answered(UpdateReport))
@@ -155,9 +159,9 @@ class AdminRoutes:
         return whole
 
     async def users(self) -> Response:
-        """Read the users' file again, in this process at once and in all others within a second or two."""
+        """Read the users' file again, in this process at once and in all other processes within two seconds."""
         if self._users is None or not self._users.has_file:
-            raise Conflict("this service has no file of users: its config names none", param="users")
+            raise Conflict("this service has no users' file: set 'users' in its config", param="users")
         await self.ask(self._users.read_again())
         return json_response(UsersRead(self._users.num_users))
 
@@ -167,13 +171,16 @@ class AdminRoutes:
         return json_response(PauseState(is_paused=True))
 
     async def resume(self) -> Response:
-        """Go on after a pause. Idempotent."""
+        """Resume generation after a pause. Idempotent."""
         await self.ask(self._coordinator.resume())
         return json_response(PauseState(is_paused=False))
 
     async def weights(self, request: Request, body: Weights) -> Response:
-        """Bring every replica to a new weight version, from a directory, a listening process or an adapter; or with
-        a name load an adapter beside all else, which users too may do that have the right."""
+        """Bring every replica to a new weight version, from a directory, a listening process or an adapter.
+
+        With a `name`, load an adapter next to the base weights and the other adapters. Users with the right to push
+        adapters may do this too.
+        """
         if body.name is not None:
             push = body.to_push(body.name)
             return json_response(codec.to_builtins(await self.push_adapter(request, push)))
@@ -181,11 +188,16 @@ class AdminRoutes:
         return json_response(await self._updated(body))
 
     async def push_adapter(self, request: Request, push: AdapterPush) -> UpdateReport:
-        """Load an adapter by the caller's name for it. An admin's is all users'; any other is its user's own."""
+        """Load an adapter under the caller's name for it.
+
+        An adapter pushed by an admin serves all users, any other only the user who pushed it.
+        """
         self._rules.check_named()
         if _ADAPTER_NAME.fullmatch(push.name) is None or (self._endpoint and self._endpoint.has_model(push.name)):
             raise InvalidRequest(
-                "an adapter's name is 1 to 128 letters, digits, `.`, `_` or `-`, and no other model's", param="name"
+                f"adapter name {push.name!r}: expected 1 to 128 letters, digits, `.`, `_` or `-`, and a name that"
+                " no other model of this service has",
+                param="name",
             )
         directory = await asyncio.to_thread(self._found, push.directory, "adapter")
         report = await self.ask(
@@ -194,7 +206,7 @@ class AdminRoutes:
         return replace(report, adapter=push.name)
 
     async def unload_adapter(self, request: Request, name: str) -> None:
-        """Serve an adapter no more, by the caller's name for it; an admin names any. Raises ModelNotFound."""
+        """Unload an adapter by the caller's name for it; an admin may unload any. Raises ModelNotFound."""
         self._rules.check_named()
         await self.ask(self._coordinator.unload_adapter(self._own(request, name)))
 
@@ -203,7 +215,10 @@ class AdminRoutes:
         return name if names is None else own_id(names[0], name)
 
     async def update(self, version: int | None, names: Mapping[str, str], **source: Any) -> dict[str, Any]:
-        """Do as `weights`, to the next version if none is given, for a dialect. Its fields have other `names`."""
+        """Update the weights for a dialect, whose body's fields have other `names`.
+
+        Without a `version` the update goes to the next one.
+        """
         if version is None:
             served = (await self.status()).weight_version
             version = 0 if served is None else served + 1
@@ -219,48 +234,54 @@ class AdminRoutes:
         return codec.to_builtins(report)
 
     async def status(self) -> ServiceStatus:
-        """Return the service's status. No route: `GET /status` is a user's."""
-        message = "the coordinator did not answer in time"
+        """Return the service's status. It has no route here: `GET /status` serves users too."""
+        message = "the coordinator did not answer in time; retry"
         return await in_time(self._coordinator.status(), self._limits.coordinator_timeout_s, message)
 
     async def follow(self) -> Response:
-        """Look at the store of published versions now, not at the next poll. Idempotent."""
+        """Check the store of published versions now, not at the next poll. Idempotent."""
         return json_response(await self.ask(self._coordinator.look_at_store()))
 
     async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
-        """Have all replicas join a trainer's broadcast group. No route: dialects have verbs for it."""
+        """Make all replicas join a trainer's broadcast group. It has no route here: dialects have verbs for it."""
         self._rules.check_source(WeightUpdate(0, transfer=group.name))
         await self.ask(self._coordinator.init_group(group, is_replacement))
 
     async def pull_version(self, source: str, folder: str, version: int) -> None:
-        """Have each host make a version of those in `source`, to which the path `folder` leads then."""
+        """Make each host write a version from the versions in `source` to the path `folder`.
+
+        `folder` need not exist yet, but its parent must.
+        """
         self._rules.check_source(WeightUpdate(version, directory=folder))
         found = await asyncio.to_thread(self._found, source, "source_dir")
         to = self._new_path(folder, "local_checkpoint_dir")
         await self.ask(self._coordinator.pull_version(PullVersion(found, to, version, str(self._model))))
 
     async def sleep(self, body: Sleep) -> Response:
-        """Freeze every replica and give its memory back. Idempotent."""
+        """Pause every replica and release its memory. Idempotent."""
         self._rules.check_sleep(body.level)
         await self.ask(self._coordinator.sleep(body.level, body.reason))
         return await self._memory()
 
     async def wake(self, body: Wake) -> Response:
-        """Take memory back; once all of it is, generation goes on. Idempotent."""
+        """Restore memory. Generation resumes once all of it is restored. Idempotent."""
         self._rules.check_sleep()
         await self.ask(self._coordinator.wake(body.memory))
         return await self._memory()
 
     async def drain(self, body: Drain) -> Response:
-        """Give a host of several no more work, or end that; the answer is what it still has. Idempotent."""
+        """Send a host no more work, or with `undo` end that; returns the work that the host still has.
+        Idempotent."""
         return json_response(await self.ask(self._coordinator.drain_host(body.host, body.undo)))
 
     async def _memory(self) -> Response:
         return json_response(SleepState((await self.status()).asleep))
 
     def _located(self, update: WeightUpdate) -> WeightUpdate:
-        """The update with real paths. Raises InvalidRequest for what lies outside the weight roots, or is not on
-        every host."""
+        """Return the update with real paths.
+
+        Raises InvalidRequest if a path is outside the weight roots or missing on a host.
+        """
         if update.directory is not None:
             return replace(update, directory=self._found(update.directory, "directory"))
         if update.adapter is not None:
@@ -270,23 +291,26 @@ class AdminRoutes:
     def _found(self, given: str, param: str) -> str:
         directory = str(resolve_weights(given, self._weight_roots, param=param))
         if self._nodes_without is not None and (missing := self._nodes_without(directory)):
-            raise InvalidRequest(f"not there on {', '.join(missing)}: every host reads it", param=param)
+            raise InvalidRequest(
+                f"{given!r} is missing on {', '.join(missing)}: copy it there, because every host reads it",
+                param=param,
+            )
         return directory
 
     def _new_path(self, given: str, param: str) -> str:
-        """Return a path in a real directory. Raises InvalidRequest unless that lies under the weight roots."""
+        """Return a path whose parent exists. Raises InvalidRequest unless the parent is under the weight roots."""
         above, name = os.path.split(os.path.normpath(given))
         return str(resolve_weights(above, self._weight_roots, param=param) / name)
 
     async def ask(self, question: Awaitable[T]) -> T:
-        """Await an answer of the fleet, for as long as an update may take."""
-        message = "the fleet did not answer in time; ask for its status"
+        """Await the fleet's answer, for at most the time of an update."""
+        message = "the fleet did not answer in time: read `GET /status` for its state"
         return await in_time(question, self._limits.update_timeout_s, message)
 
 
 @contextmanager
 def fields_called(names: Mapping[str, str]) -> Iterator[None]:
-    """Within this context errors name a body's fields as a dialect does."""
+    """Within this context errors use a dialect's names for a body's fields."""
     try:
         yield
     except AgentLoopError as error:

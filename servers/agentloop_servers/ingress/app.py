@@ -1,6 +1,6 @@
-"""The service's HTTP application: its routes put together, behind one guard.
+"""The service's HTTP application: combines all routes behind one guard.
 
-`create_app` makes a plain FastAPI app, for any server (Ray Serve, a test's uvicorn).
+`create_app` returns a plain FastAPI app, for any ASGI server (Ray Serve, uvicorn in tests).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentloop_servers.ingress.routes import RouteContext, RouteSettings, regist
 from agentloop_servers.ingress.seeing import SeeingRoutes
 
 MODELS_PATH = "/models"
-"""Below it are the models beside the policy, each with all routes of its own."""
+"""Path prefix of the models served next to the policy. Each has all routes below its name."""
 
 _ABOUT: dict[str, Any] = {
     "title": "agentloop",
@@ -63,27 +63,26 @@ def create_app(
     endpoint: Endpoint | None = None,
     image_roots: Iterable[Path] = (),
     nodes_without: Callable[[str], tuple[str, ...]] | None = None,
-    labels: TokenLabels = TokenLabels(None),  # noqa: B008 - it has none
+    labels: TokenLabels = TokenLabels(None),  # noqa: B008 - without a tokenizer it has no state
     model: Path = Path(),
     others: Mapping[str, FastAPI] = MappingProxyType({}),
     is_inside: bool = False,
     route_settings: RouteSettings = MappingProxyType({}),
 ) -> FastAPI:
-    """Make the service's HTTP API over a coordinator; `connect` returns the engine of a replica's private URL.
+    """Make the service's HTTP API over a coordinator; `connect` returns the engine at a replica's private URL.
 
-    Weight directories must lie under one of `weight_roots`; `rules` are of the service's mode. A task that names
-    an unknown loop or reward, a tool outside `tool_names` or a module outside `allowed_imports` is refused at the
-    submit. Images may be files within `image_roots`. `nodes_without` returns the hosts that do not see a directory;
-    it blocks. `labels` are for the records' routes; `model` has the weights that engines begin with. With an
-    `endpoint` agents are served. The caller starts and closes its sessions and enters the lifespans of `others`.
-
-    `others` are the apps of other models below `/models/NAME`, made with `is_inside`: this app guards them.
+    Weight directories must lie under one of `weight_roots`, image files under one of `image_roots`. A submit with
+    an unknown loop or reward, a tool outside `tool_names` or a module outside `allowed_imports` is refused.
+    `nodes_without` returns the hosts on which a directory is missing; it blocks. `model` is the directory of the
+    engines' initial weights. With an `endpoint` the app serves agents; the caller starts and closes the endpoint's
+    sessions and enters the lifespans of `others`, the apps of other models. They are mounted at `/models/NAME` and
+    made with `is_inside`: this app's guard protects them.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
         tally, reporter = MetricsTally(), LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases)
     else:
-        tally, reporter = endpoint.sessions.parts.tally, endpoint.sessions.reporter  # theirs to close
+        tally, reporter = endpoint.sessions.parts.tally, endpoint.sessions.reporter  # the endpoint closes them
     leases = CallLeases(coordinator, connect, reporter, config=config, tally=tally)
     rollouts = RolloutRoutes(
         coordinator, keys, leases, limits, tool_names, endpoint, [*image_roots], allowed_imports, others, is_inside
@@ -125,7 +124,7 @@ def _empty_app(
     *,
     is_inside: bool,
 ) -> FastAPI:
-    """Make an app without routes, behind the guard unless it `is_inside` another one's."""
+    """Make an app without routes. It has the guard unless another app mounts it (`is_inside`)."""
     local_only, scopes = keys.is_open, dict[int, Scope]()
     guard = Middleware(
         HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally, in_flight=scopes
@@ -144,10 +143,10 @@ def _include_endpoint(
     leases: CallLeases,
     others: Mapping[str, FastAPI],
 ) -> TokenCalls:
-    """Add the routes for agents, first: most requests are theirs. Returns the unrecorded calls of this process.
+    """Add the agents' routes and return the process's unrecorded calls.
 
-    A handler that raises HeldElsewhere is answered by the process that it names, and one that raises ServedBeside
-    by the model's app.
+    If a handler raises HeldElsewhere, the process that it names answers the request; for ServedBeside the named
+    model's app does.
     """
 
     async def pass_on(request: Request, error: Exception) -> Response:
@@ -163,6 +162,7 @@ def _include_endpoint(
     app.add_exception_handler(ServedBeside, pass_on)
     limits = TokenCallLimits(score_share=endpoint.limits.score_share)
     token_calls = TokenCalls(endpoint.sessions.parts, leases, limits)
+    # Routes match in order and most requests are agents', so theirs are first.
     app.include_router(routes_calls.router(endpoint, keys, token_calls))
     app.include_router(routes_sessions.router(endpoint, keys))
     for name, other in others.items():
@@ -171,8 +171,10 @@ def _include_endpoint(
 
 
 class _OfModel(Response):
-    """An answer of another model's app to a call that came to this one. Outside of a session: a model beside the
-    policy has no place in the session's path."""
+    """The response of another model's app to a call that arrived at this app.
+
+    The call is outside of any session: a session records only the policy's calls.
+    """
 
     def __init__(self, request: Request, app: FastAPI, root_path: str, body: bytes) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The records as the viewer and `RolloutClient.list_records` read them: `GET /trajectories`, and one of them whole.
+"""Record routes for the viewer and `RolloutClient.list_records`: `GET /trajectories`, and one complete record.
 
-A service answers from its coordinator's store, `agentloop view` from the files of a run.
+A service reads records from its coordinator's store, `agentloop view` from the files of a run.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import in_time, json_response
 
 _STORE_TIMEOUT_S = 30.0
-_MAX_SEQ = (1 << 63) - 1  # a larger integer is none of the database
+_MAX_SEQ = (1 << 63) - 1  # larger integers do not fit the database's column
 
 T = TypeVar("T")
 
 CROSSED, _MAX_CROSSED = "crossed an update", 3
 NOTABLE = {
-    CROSSED: FactsQuery(limit=MAX_LISTED, has_totals=False),  # among the latest
+    CROSSED: FactsQuery(limit=MAX_LISTED, has_totals=False),  # filtered from the latest
     "best": FactsQuery(ListOrder.BEST, limit=2, has_totals=False),
     "worst": FactsQuery(ListOrder.WORST, limit=2, has_totals=False),
     "slowest": FactsQuery(ListOrder.SLOWEST, limit=2, has_totals=False),
     "failed": FactsQuery(failed=True, limit=3, has_totals=False),
 }
-"""What makes a record worth a look, by the query that finds it."""
+"""The reasons to show a record, each with the query that finds candidates."""
 
 _Text = Annotated[str, Query(max_length=MAX_QUERY_CHARS)]
 
 
 class TokenLabels:
-    """The texts of single tokens, for people: one that has a part of a character is shown as U+FFFD.
+    """The texts of single tokens, for display. A token with part of a character is shown as U+FFFD.
 
-    The tokenizer is the run's copy, or the model's while it is the one that the run was begun with.
+    Uses the run's copy of the tokenizer, or the model's tokenizer if it is the one that the run started with.
     """
 
     def __init__(self, model: Path | None, run_dir: Path | None = None) -> None:
@@ -70,17 +70,18 @@ class TokenLabels:
         self._tokenizer: Tokenizer | None = None
 
     def page(self, found: AnnotatedRecord) -> RecordPage:
-        """Return a record with its tokens' texts; without the tokenizer with none, and why. Blocks."""
+        """Return a record with its tokens' texts. Without the tokenizer the texts are empty and the page says why.
+        Blocks."""
         record = codec.decode(found.data, Trajectory)
         if self._tokenizer is None:
             file = next(filter(Path.is_file, self._files), None)
             if file is None:
-                missing = f"there is no {self._files[-1] if self._files else 'tokenizer'} any more"
-                return RecordPage(record, {}, f"no texts of tokens: {missing}", found.annotations)
+                missing = f"{self._files[-1] if self._files else 'the tokenizer'} is missing"
+                return RecordPage(record, {}, f"token texts are not available: {missing}", found.annotations)
             content = file.read_bytes()
             if self._sha256 not in (None, hashlib.sha256(content).hexdigest()):
-                missing = f"{file} is another tokenizer than the run's"
-                return RecordPage(record, {}, f"no texts of tokens: {missing}", found.annotations)
+                missing = f"{file} is not the run's tokenizer"
+                return RecordPage(record, {}, f"token texts are not available: {missing}", found.annotations)
             self._tokenizer = Tokenizer.from_buffer(content)
         parts = [part for path in record.paths for part in (path.prompt_ids, path.response_ids)]
         ids = np.unique(np.concatenate(parts)).tolist() if parts else []
@@ -89,7 +90,8 @@ class TokenLabels:
 
 
 def notable(pages: Mapping[str, FactsPage]) -> tuple[NotableRecord, ...]:
-    """Return the records worth a look, each once, of the pages that answer `NOTABLE`."""
+    """Select the records to show from the pages that answer `NOTABLE`; each record appears once, with its
+    reasons."""
     reasons = dict[RecordFacts, list[str]]()
     for reason, page in pages.items():
         records = page.records
@@ -101,7 +103,7 @@ def notable(pages: Mapping[str, FactsPage]) -> tuple[NotableRecord, ...]:
 
 
 class RecordRoutes:
-    """The routes of the records. With `keys` a user sees its own records, and an admin those of all."""
+    """The record routes. With `keys` users see their own records and admins all; without keys everyone sees all."""
 
     def __init__(self, records: RecordsPort, labels: TokenLabels, keys: Keys | None = None) -> None:
         self._records = records
@@ -109,7 +111,6 @@ class RecordRoutes:
         self._keys = keys
 
     def router(self) -> APIRouter:
-        """Return the routes."""
         keys = self._keys
         needs = [] if keys is None else [Depends(keys.require_owner)]
         of_all = [] if keys is None else [Depends(keys.require_admin)]
@@ -138,35 +139,40 @@ class RecordRoutes:
         max_s: float | None = None,
         has_totals: bool = True,
     ) -> Response:
-        """The facts of the caller's records, an admin's of all, by order, failure, task, group, text and ranges."""
+        """Summaries of the caller's records (an admin's: all), filtered by failure, task, group, text and
+        ranges."""
         ranges = min_reward, max_reward, min_s, max_s
         query = FactsQuery(order, failed, task, text, limit, cursor, group, *ranges, has_totals)
         page = await self._page(query, self._sees(request))
         return json_response(codec.to_builtins(page))
 
     async def notable(self, request: Request) -> Response:
-        """The records worth a look: the best, worst and slowest, failed ones, and some over a weight update."""
+        """Notable records: the best, worst, slowest and failed ones, and some that crossed a weight update."""
         names = self._sees(request)
         pages = {reason: await self._page(query, names) for reason, query in NOTABLE.items()}
         return json_response(codec.to_builtins(notable(pages)))
 
     async def updates(self, request: Request) -> Response:
         """The reports of the latest weight updates, oldest first."""
-        found = await in_time(self._records.update_reports(), _STORE_TIMEOUT_S, "the store does not answer")
+        found = await in_time(
+            self._records.update_reports(), _STORE_TIMEOUT_S, "the record store did not answer in time; retry"
+        )
         return json_response(codec.to_builtins(seen_reports(found, self._sees(request))))
 
     async def phases(self) -> Response:
-        """The seconds that trajectories and turns spent so far, by phase."""
-        page = await in_time(self._records.metrics(), _STORE_TIMEOUT_S, "the store does not answer")
+        """The seconds that trajectories and turns have spent, by phase."""
+        page = await in_time(
+            self._records.metrics(), _STORE_TIMEOUT_S, "the record store did not answer in time; retry"
+        )
         return json_response(phase_seconds(page))
 
     async def record(
         self, request: Request, seq: Annotated[int, PathParameter(ge=-_MAX_SEQ - 1, le=_MAX_SEQ)]
     ) -> Response:
-        """One record whole, by the `seq` of its facts, with the texts of its tokens and its annotations."""
+        """One complete record, by the `seq` of its summary, with the texts of its tokens and its annotations."""
         names = self._sees(request)
         asked = self._records.record_at(seq, names)
-        found = await in_time(asked, _STORE_TIMEOUT_S, "the store does not answer")
+        found = await in_time(asked, _STORE_TIMEOUT_S, "the record store did not answer in time; retry")
         return await asyncio.to_thread(self._shown, found, names)
 
     def _sees(self, request: Request) -> tuple[str, ...] | None:
@@ -174,7 +180,7 @@ class RecordRoutes:
 
     async def _page(self, query: FactsQuery, names: tuple[str, ...] | None) -> FactsPage:
         asked = self._records.list_records(query, names)
-        page = await in_time(asked, _STORE_TIMEOUT_S, "the store does not answer")
+        page = await in_time(asked, _STORE_TIMEOUT_S, "the record store did not answer in time; retry")
         return replace(page, records=tuple(_as_seen(one, names) for one in page.records))
 
     def _shown(self, found: AnnotatedRecord, names: tuple[str, ...] | None) -> Response:
@@ -186,7 +192,7 @@ R = TypeVar("R", RecordFacts, Trajectory)
 
 
 def _as_seen(record: R, names: tuple[str, ...] | None) -> R:
-    """Return a record under the id by which its user knows the rollout; an admin reads whole ones."""
+    """Return a record with ids as its user knows them. Admins (`names` is None) read full ids."""
     if names is None:
         return record
     own = as_its_users(record) if isinstance(record, Trajectory) else record

@@ -1,7 +1,7 @@
-"""The routes of rollouts, health, status and direct generation: no policy, and no state but calls in flight.
+"""The routes of rollouts, health, status and direct generation. The only state is running direct calls.
 
-A direct call takes a lease and gives it back on every path; a client that leaves cancels the call, which aborts it
-in the engine.
+A direct call releases its lease on every path. A client that disconnects cancels its call, and the engine aborts
+it.
 """
 
 from __future__ import annotations
@@ -88,14 +88,15 @@ WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The answer to a health check: a replica takes traffic, or none does; `GET /status` says what is degraded."""
+    """The response to a health check: whether any replica accepts requests. `GET /status` lists the
+    degraded parts."""
 
     is_ready: bool
     is_degraded: bool
 
 
 class Readiness:
-    """The fleet's readiness, asked of the coordinator at most once a second."""
+    """The fleet's readiness; queries the coordinator at most once a second."""
 
     def __init__(self, coordinator: FrontPort) -> None:
         self._coordinator = coordinator
@@ -103,14 +104,14 @@ class Readiness:
         self._answered_at = 0.0
 
     async def known(self) -> Health:
-        """Return the readiness of at most a second ago; not ready if the coordinator does not answer."""
+        """Return the readiness, at most a second old. Not ready if the coordinator does not answer."""
         loop = asyncio.get_running_loop()
         if self._asked is None or (self._asked.done() and loop.time() - self._answered_at > READINESS_AGE_S):
             self._asked = asyncio.create_task(self._ask(), name="readiness")
         return await asyncio.shield(self._asked)
 
     async def close(self) -> None:
-        """Ask no more. Idempotent."""
+        """Stop querying. Idempotent."""
         if self._asked is not None:
             self._asked.cancel()
             await asyncio.gather(self._asked, return_exceptions=True)
@@ -126,7 +127,7 @@ class Readiness:
 
 
 class RolloutRoutes:
-    """The user routes. `leases` are those of direct calls."""
+    """The user routes; direct calls use `leases`."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class RolloutRoutes:
         models: Collection[str] = (),
         is_beside: bool = False,
     ) -> None:
-        """`models` are the names of models next to the policy; `is_beside` if this is one of them."""
+        """`models` names the models next to the policy; `is_beside` is set if this service is one of them."""
         self._models = models
         self._is_beside = is_beside
         self._allowed_imports = allowed_imports
@@ -159,20 +160,21 @@ class RolloutRoutes:
     def open_routes(self) -> APIRouter:
         """Return the routes that need no key."""
         router = APIRouter(tags=["health"])
-        for path in ("/health", "/health_generate"):  # the second is SGLang's
+        for path in ("/health", "/health_generate"):  # the second path is SGLang's
             router.add_api_route(path, self.health, response_model=Health, responses={503: {"model": Health}})
         return router
 
     def generate_route(self, dialects: Collection[GenerateDialect]) -> APIRouter:
-        """Return the route of direct generation; with an endpoint, sessions' keys open it too."""
+        """Return the route of direct generation. With an endpoint, session keys are accepted too."""
         form = generate_body(dialects)
         read = json_body(form, read_body)
         answers = {one.body: one.answer for one in dialects}
 
         async def generate(request: Request) -> Response:
-            """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session.
+            """Token ids in, token ids out. Aborted if the client disconnects. Recorded if the request names a
+            session.
 
-            Optional parts add other forms of the body, each with its own answer.
+            Optional parts add other forms of the body, each with its own response.
             """
             body = (await read(request)).root
             return await answers.get(type(body), self.generate)(request, body)
@@ -188,7 +190,8 @@ class RolloutRoutes:
         return router
 
     def user_routes(self) -> APIRouter:
-        """Return the routes of rollouts. A user's key opens the user's own rollouts, an admin's key all of them."""
+        """Return the routes of rollouts. A user's key gives access to the user's own rollouts, an admin's key to
+        all."""
         router = APIRouter(dependencies=[Depends(self._keys.require_user)], responses=errors(), tags=["rollouts"])
         rollout, status = "/rollouts/{rollout_id}", answered(RolloutStatus)
         add_route(router, "POST", "/rollouts", self.submit, SubmitBody, responses=status)
@@ -201,13 +204,13 @@ class RolloutRoutes:
         return router
 
     async def health(self) -> Response:
-        """200 once a replica takes traffic, 503 before."""
+        """Return 200 once a replica accepts requests, 503 before."""
         health = await self._readiness.known()
         headers = {} if health.is_ready else {"retry-after": str(self._limits.retry_after_s)}
         return json_response(health, 200 if health.is_ready else 503, headers)
 
     async def close(self) -> None:
-        """End the question for health checks. Idempotent."""
+        """Stop querying readiness. Idempotent."""
         await self._readiness.close()
 
     async def status(self, request: Request) -> Response:
@@ -229,7 +232,7 @@ class RolloutRoutes:
         if self._sessions is not None and names_session(request):
             return await self._sessions.generate(request, body)
         if self._num_direct_calls >= self._limits.max_direct_calls:
-            raise Overloaded(f"{self._limits.max_direct_calls} direct calls are running")
+            raise Overloaded(f"{self._limits.max_direct_calls} direct calls are running, the maximum: retry later")
         self._num_direct_calls += 1
         try:
             owner = "" if self._endpoint is None else caller_of(request).owner
@@ -244,7 +247,7 @@ class RolloutRoutes:
         return json_response(generation_answer(replace(generation, request_id=shown_id(generation.request_id))))
 
     async def submit(self, request: Request, body: Submit) -> Response:
-        """Accept tasks, durably; repeating a named submit changes nothing."""
+        """Accept tasks durably. Repeating a submit with the same `rollout_id` changes nothing."""
         if self._is_beside:
             raise InvalidRequest(
                 f"{request.scope['root_path']} serves sessions and calls only, because no worker runs rollouts of a"
@@ -267,7 +270,7 @@ class RolloutRoutes:
             for index, task in enumerate(tasks)
         )
         caller = traceparent_of(request)
-        is_one = len(groups) == body.num_samples == 1  # all of a batch in one trace would have no bound
+        is_one = len(groups) == body.num_samples == 1  # a batch's shared trace could grow without bound
         terms = body.terms(names[0])
         terms = replace(terms, traceparent=caller) if is_one else replace(terms, trace_link=caller)
         submitting = self._coordinator.submit(rollout_id, groups, terms, names)
@@ -297,14 +300,14 @@ class RolloutRoutes:
         return await long_response(request, lambda: codec.encode(page), lambda: _page_json(page.decoded()))
 
     async def acknowledge(self, request: Request, rollout_id: RolloutId, body: Acknowledge) -> Response:
-        """The caller has the records up to a cursor: where the run's retention says so, they are deleted."""
+        """Acknowledge the records up to a cursor. The service deletes them if the run's retention allows."""
         await self._ask_as_user(
             request, lambda user_names: self._coordinator.acknowledge(rollout_id, body.cursor, user_names)
         )
         return await self.rollout(request, rollout_id)
 
     async def annotate(self, request: Request, rollout_id: RolloutId, body: Annotate) -> Response:
-        """Store a trainer's numbers beside records, all or none; the newest of a name is shown."""
+        """Store a trainer's annotations of records, all or none. The newest value of a name is shown."""
         given = body.to_annotations()
         status = await self._ask_as_user(
             request, lambda user_names: self._coordinator.annotate(rollout_id, given, user_names)
@@ -312,7 +315,7 @@ class RolloutRoutes:
         return _status_response(rollout_id, status)
 
     async def cancel(self, request: Request, rollout_id: RolloutId) -> Response:
-        """End what is queued or running; each sample gets its record."""
+        """Cancel queued and running samples. Each sample still gets a record."""
         status = await self._ask_as_user(
             request, lambda user_names: self._coordinator.cancel(rollout_id, user_names)
         )
@@ -325,7 +328,7 @@ class RolloutRoutes:
         for index, task in enumerate(body.tasks):
             if task.first_image is not None and not takes_images:
                 place = f"tasks.{index}.{task.first_image}"
-                raise UnsupportedParameter("this service's model takes no images", param=place)
+                raise UnsupportedParameter("this service's model does not accept images", param=place)
             try:
                 tasks.append(task.to_task(self._image_roots))
             except InvalidRequest as error:
@@ -333,7 +336,7 @@ class RolloutRoutes:
         return tasks
 
     def _check_names(self, body: SubmitBody) -> None:
-        """Refuse what no worker could run. No user code is imported here: a task's own code runs in workers."""
+        """Refuse tasks that no worker could run, without importing user code: that runs only in workers."""
         for index, task in enumerate(body.tasks):
             try:
                 self._allowed_imports.check(task.loop, param="loop")
@@ -355,13 +358,13 @@ class RolloutRoutes:
             objection = None if self._endpoint is None else self._endpoint.renderer.facts.tools_objection
             if task.tools and objection is not None:
                 raise UnsupportedParameter(
-                    f"this service's model is shown no tools: {objection}", param=f"tasks.{index}.tools"
+                    f"this service's model cannot be given tools: {objection}", param=f"tasks.{index}.tools"
                 )
             unknown = [name for name in task.tools if self._tool_names is not None and name not in self._tool_names]
             if unknown:
                 known = ", ".join(sorted(self._tool_names or ()))
                 raise InvalidRequest(
-                    f"unknown tool {unknown[0]!r}; there are: {known}", param=f"tasks.{index}.tools"
+                    f"unknown tool {unknown[0]!r}; this service has: {known}", param=f"tasks.{index}.tools"
                 )
 
     async def _adapter_of(self, request: Request, model: str | None) -> str:
@@ -381,14 +384,14 @@ class RolloutRoutes:
             self._leases.end(request.request_id)
 
     def _user_of(self, request: Request) -> tuple[tuple[str, ...], bool]:
-        """Return the names of the caller's user, and whether it may use all rollouts. Raises Unauthorized."""
+        """Return the user names of the caller, and whether it may access all rollouts. Raises Unauthorized."""
         names = self._keys.caller(request).names
         return names, self._keys.is_open or self._keys.user_of(request).is_admin
 
     async def _ask_as_user(
         self, request: Request, ask: Callable[[tuple[str, ...] | None], Awaitable[T]], extra_s: float = 0.0
     ) -> T:
-        """Ask about a rollout of the caller's; an admin may name another's by its whole id. Raises NotFound."""
+        """Query a rollout of the caller; an admin may name any rollout by its full id. Raises NotFound."""
         names, sees_all = self._user_of(request)
         try:
             return await self._ask(ask(names), extra_s)
@@ -398,9 +401,9 @@ class RolloutRoutes:
         return await self._ask(ask(None), extra_s)
 
     async def _ask(self, question: Awaitable[T], extra_s: float = 0.0) -> T:
-        """Return what the coordinator answers. Raises DeadlineExceeded."""
+        """Return the coordinator's answer. Raises DeadlineExceeded."""
         timeout_s = self._limits.coordinator_timeout_s + extra_s
-        return await in_time(question, timeout_s, "the coordinator did not answer in time")
+        return await in_time(question, timeout_s, "the coordinator did not answer in time; retry")
 
 
 def _page_json(page: Page) -> dict[str, Any]:
@@ -409,5 +412,5 @@ def _page_json(page: Page) -> dict[str, Any]:
 
 
 def _status_response(rollout_id: str, status: RolloutStatus) -> Response:
-    """Answer a status under the id that the caller gave."""
+    """Return a status under the id that the caller passed."""
     return json_response(rollout_status(replace(status, rollout_id=rollout_id)))

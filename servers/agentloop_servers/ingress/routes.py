@@ -24,9 +24,9 @@ RouteSettings: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class GenerateDialect:
-    """Another form of the body of `POST /generate`, for a body that has one of `fields` and no `token_ids`.
+    """Another form of the body of `POST /generate`: it has one of `fields` and no `token_ids`.
 
-    `answer_schema` is the JSON schema of the answers that `answer` returns.
+    `answer_schema` is the JSON schema of the responses that `answer` returns.
     """
 
     name: str
@@ -41,8 +41,8 @@ class RouteContext:
     """The argument of a registered function, which returns an APIRouter.
 
     `keys` has the dependencies that require a user's or the admin's key. `token_calls` samples and scores without a
-    record; it and `endpoint` are None in a service without an endpoint for agents. A function may append to
-    `generate_dialects`.
+    record. `token_calls` and `endpoint` are None in a service without an endpoint for agents. A function may append
+    to `generate_dialects`.
     """
 
     coordinator: FrontPort
@@ -55,21 +55,22 @@ class RouteContext:
 
 
 def registered_routers(context: RouteContext, settings: RouteSettings) -> list[APIRouter]:
-    """Return the routers of all registered routes. Raises as `registered_routes`."""
+    """Return the routers of all registered routes. Raises the errors of `registered_routes`."""
     return [make(context, **own) for make, own in registered_routes(settings)]
 
 
 def registered_routes(settings: RouteSettings) -> list[tuple[Callable[..., APIRouter], dict[str, BaseModel]]]:
-    """Return the registered functions with their settings, which are given by name.
+    """Return the registered functions with their settings, by name.
 
-    Raises InvalidRequest if one cannot be imported or refuses its settings, and for a name that nothing registers.
+    Raises InvalidRequest if a function cannot be imported or refuses its settings, or if no route has a name in
+    `settings`.
     """
     names = dict.fromkeys((*parts.registered(parts.ROUTES), *settings))
     return [parts.configured(parts.ROUTES, name, settings.get(name, {}), param=f"routes.{name}") for name in names]
 
 
 def generate_body(dialects: Collection[GenerateDialect]) -> type[RootModel[Any]]:
-    """Return the model of the body of `POST /generate`: the service's own form, or that of a dialect."""
+    """Return the model of the body of `POST /generate`: the service's own form or a dialect's."""
 
     def tag_of(value: Any) -> str:
         names = value.keys() if isinstance(value, Mapping) else frozenset[str]()

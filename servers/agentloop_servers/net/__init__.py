@@ -1,1 +1,1 @@
-"""Sockets and TLS."""
+"""Sockets and TLS of a service's processes."""

@@ -1,4 +1,4 @@
-"""Certificates, by the package cryptography: loaded by `net/tls.py` where `cluster.tls` asks for some."""
+"""Creation of certificates with the package cryptography. `net/tls.py` imports it only if `cluster.tls` is set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 _VALID = datetime.timedelta(days=3650)
-_CLOCKS = datetime.timedelta(days=1)  # that hosts may be apart
+_CLOCKS = datetime.timedelta(days=1)  # tolerated clock difference between hosts
 
 
 def make_certificate(address: str | None, issuer: str | None) -> str:

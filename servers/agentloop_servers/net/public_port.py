@@ -1,18 +1,19 @@
-"""The public port of a service on one host: one listening socket, which all ingress processes accept from.
+"""The public port of a service on one host: one listening socket from which all ingress processes accept.
 
-Ownership: a `PortKeeper`, a separate actor, holds the socket and gives it to each ingress process; the kernel
-queues connections for the process that accepts them first. A process that is stopped, hung or restarted delays no
-caller while another process accepts; without any process, as in a redeploy, connections wait for the next one. No
-other service gets the port during that time. A lost keeper gets its socket back from the processes; the keeper
-ends some time after the last process.
+Ownership: a `PortKeeper`, a separate actor, owns the socket and passes it to each ingress process; a connection
+goes to the process that accepts it first. A stopped, hung or restarting process delays no caller while another
+process accepts. Without a process, for example during a redeploy, connections wait for the next process, and no
+other service can bind the port. A restarted keeper receives the socket from a process. The keeper exits some time
+after the last process.
 
 SO_REUSEPORT does not replace the keeper: the kernel gives new connections to a stopped process too. In two runs of
 150 calls of the OpenAI client to a minimal uvicorn application, with one of two processes stopped for 6 s, 11 and
 28 calls timed out after 3 s (2 and 3 with one socket); with the client's retries, 11 and 24 calls were recorded
 twice (1 and 2 with one socket).
 
-On the keeper's Unix socket, whose folder is its user's alone, a process says `take`, which is answered by `ok` with
-the socket or by `no` and a reason, or `give`, with the socket. It stays connected while it uses the port.
+Protocol on the keeper's Unix socket, in a folder that only its user can access: a process sends `take` and receives
+`ok` with the socket, or `no` and a reason; or it sends `give` with the socket. It stays connected while it uses the
+port.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop_servers.net.tcp import listening_socket
 
 PORT_LINGER_S = 30.0
-"""The time that connections wait for a process to accept them, after the last one has gone."""
+"""The time that connections wait for a new process after the last process has disconnected."""
 
 _START_TIMEOUT_S = 60.0
 _TALK_TIMEOUT_S = 5.0
@@ -48,7 +49,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class PortKeeper:
-    """Holds the listening socket of one application's port, until some time after its last process.
+    """Owns the listening socket of one application's port until `linger_s` after its last process.
 
     `on_end` is called once, from the keeper's thread.
     """
@@ -97,15 +98,15 @@ class PortKeeper:
         self._on_end()
 
     def _answered(self, process: socket.socket) -> bool:
-        """Answer one message; False once the process has gone."""
+        """Answer one message; return False if the process has disconnected."""
         try:
             message, descriptors, _, _ = socket.recv_fds(process, 16, 1)
             for descriptor in descriptors:
-                given = socket.socket(fileno=descriptor)
+                listener = socket.socket(fileno=descriptor)
                 if self._listener is None:
-                    self._listener = given
+                    self._listener = listener
                 else:
-                    given.close()
+                    listener.close()
             if message == b"take":
                 self._give(process)
             return bool(message)
@@ -123,7 +124,8 @@ class PortKeeper:
 
 
 class PublicPort:
-    """The public port as one ingress process has it, until `close`. `find_keeper` returns the keeper's path."""
+    """The public port of one ingress process, until `close`. `find_keeper` returns the path of the keeper's
+    socket."""
 
     def __init__(self, name: str, find_keeper: Callable[[], Awaitable[str]]) -> None:
         self._name = name
@@ -133,7 +135,8 @@ class PublicPort:
         self._watching: asyncio.Task[None] | None = None
 
     async def take(self, timeout_s: float = 10.0) -> socket.socket:
-        """Return the listening socket, which the caller closes. Raises ServiceUnavailable if the port is taken."""
+        """Return the listening socket, which the caller must close. Raises ServiceUnavailable if the port is in
+        use."""
         loop = asyncio.get_running_loop()
         deadline_at = loop.time() + timeout_s
         while self._listener is None:
@@ -143,26 +146,30 @@ class PublicPort:
                 self._keeper, self._listener = keeper, listener
                 break
             keeper.close()
-            if loop.time() >= deadline_at:  # a keeper that is new may get it back from another process
-                raise ServiceUnavailable(f"the service's port, {self._name}, cannot be listened on: {reason}")
+            # Retry: a restarted keeper cannot bind the port, but receives the socket from another process.
+            if loop.time() >= deadline_at:
+                raise ServiceUnavailable(
+                    f"cannot listen on the service's port {self._name}: {reason}; stop the other process, or change"
+                    " `port`"
+                )
             await asyncio.sleep(_KEEPER_RETRY_S)
         self._watching = asyncio.create_task(self._keep_kept(), name="public port")
         return self._listener.dup()
 
     def check_health(self) -> None:
-        """Raises what ended the watch over the keeper, if something did."""
+        """Raise the error that ended the task watching the keeper, if it has ended."""
         if self._watching is not None and self._watching.done():
             self._watching.result()
 
     async def close(self) -> None:
-        """Let go of the port. Idempotent."""
+        """Disconnect from the keeper and close the socket. Idempotent."""
         if self._watching is not None:
             watching, self._watching = self._watching, None
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        for held in (self._keeper, self._listener):
-            if held is not None:
-                held.close()
+        for open_socket in (self._keeper, self._listener):
+            if open_socket is not None:
+                open_socket.close()
         self._keeper = self._listener = None
 
     async def _connected(self) -> socket.socket:
@@ -172,14 +179,14 @@ class PublicPort:
             await asyncio.get_running_loop().sock_connect(keeper, await self._find_keeper())
         except OSError as error:
             keeper.close()
-            raise ServiceUnavailable(f"the keeper of the service's port is not there ({error})") from error
+            raise ServiceUnavailable(f"cannot connect to the keeper of the service's port ({error})") from error
         except BaseException:
             keeper.close()
             raise
         return keeper
 
     async def _keep_kept(self) -> None:
-        """Give a new keeper the socket whenever the one before is lost."""
+        """Pass the socket to a new keeper whenever the connection to the previous keeper is lost."""
         loop = asyncio.get_running_loop()
         while True:
             assert self._keeper is not None
@@ -187,9 +194,9 @@ class PublicPort:
             try:
                 self._keeper.setblocking(False)
                 while await loop.sock_recv(self._keeper, 16):
-                    pass  # it says nothing unasked
+                    pass  # the keeper sends nothing on its own, so a read returns only when it is lost
             except OSError:
-                pass  # lost
+                pass  # the connection is lost
             await asyncio.sleep(_KEEPER_RETRY_S)
             try:
                 keeper = await self._connected()
@@ -202,7 +209,7 @@ class PublicPort:
 
 
 def keeper_finder(host: str, port: int, app_name: str) -> Callable[[], Awaitable[str]]:
-    """Return the search for the keeper of an application's port on this node, which is started if there is none."""
+    """Return a function that finds or starts the keeper of an application's port on this node."""
 
     def found() -> str | None:
         node_id = ray.get_runtime_context().get_node_id()
@@ -212,7 +219,7 @@ def keeper_finder(host: str, port: int, app_name: str) -> Callable[[], Awaitable
             .options(
                 name=f"agentloop-port-{host}-{port}-{node_id}",
                 namespace=_NAMESPACE,
-                lifetime="detached",  # it outlives the processes that are replaced in a redeploy
+                lifetime="detached",  # it must outlive the processes that a redeploy replaces
                 get_if_exists=True,
                 num_cpus=0,
                 scheduling_strategy=here,
@@ -225,36 +232,41 @@ def keeper_finder(host: str, port: int, app_name: str) -> Callable[[], Awaitable
     async def find() -> str:
         try:
             path = await asyncio.to_thread(found)
-        except (RayError, ValueError) as error:  # a name that is just being given up is a ValueError
-            raise ServiceUnavailable(f"the keeper of the port does not start ({type(error).__name__})") from error
+        except (RayError, ValueError) as error:  # Ray raises ValueError for the name of an actor that is exiting
+            raise ServiceUnavailable(
+                f"the keeper of port {host}:{port} did not start ({type(error).__name__})"
+            ) from error
         if path is None:
-            raise ServiceUnavailable(f"another application of this cluster has {host}:{port}")
+            raise ServiceUnavailable(
+                f"another application of this Ray cluster uses {host}:{port}: stop it, or change `port`"
+            )
         return path
 
     return find
 
 
 def warn_of_open_ray() -> None:
-    """Log that this process's cluster does not ask for Ray's token, if so: its ports are open beside ours."""
-    if os.environ.get("RAY_AUTH_MODE") != "token":  # Ray sets it for the processes of a cluster that has a token
+    """Log a warning if this process's Ray cluster does not require a token."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":  # Ray sets it in the processes of a cluster with a token
         _log.warning(
-            "ray_without_token", because="who reaches Ray's ports runs code here: docs/guides/operations.md"
+            "ray_without_token",
+            because="anyone who can connect to Ray's ports can run code here: see docs/guides/operations.md",
         )
 
 
 def end_this_actor() -> None:
-    """End the process of a keeper whose service is gone."""
+    """Kill the keeper's process after its service has ended."""
     ray.kill(ray.get_runtime_context().current_actor)
 
 
 def _taken(keeper: socket.socket) -> tuple[socket.socket | None, str]:
-    """Ask a keeper for the socket; without one, its reason."""
+    """Request the socket from a keeper. Return the socket and "", or None and the reason."""
     keeper.settimeout(_TALK_TIMEOUT_S)
     try:
         keeper.sendall(b"take")
         message, descriptors, _, _ = socket.recv_fds(keeper, 200, 1)
     except OSError as error:
-        return None, f"its keeper does not answer ({error})"
+        return None, f"the keeper does not answer ({error})"
     if descriptors:
         return socket.socket(fileno=descriptors[0]), ""
     return None, message.removeprefix(b"no ").decode(errors="replace")

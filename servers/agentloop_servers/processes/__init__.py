@@ -1,1 +1,1 @@
-"""The wiring of each kind of process, and where Ray Serve places them."""
+"""The wiring of each kind of process, and the placement of processes by Ray Serve."""

@@ -1,4 +1,4 @@
-"""Checks of a config against the model and the cluster, before anything is started."""
+"""Checks of a config against the model and the cluster before any process is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from agentloop_servers.processes.settings import weight_config
 
 
 def check_model(config: ServiceConfig) -> None:
-    """Raise InvalidRequest, or an error of `load_chat_format`, for a model that this config cannot serve."""
+    """Raise InvalidRequest, or an error of `load_chat_format`, if the service cannot serve the model of its
+    config."""
     weight_config(config)
     load_chat_format(config.model_path(), config.chat)
     for entry in config.entries:
@@ -24,35 +25,42 @@ def check_model(config: ServiceConfig) -> None:
 
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
-    """Raise InvalidRequest for a missing Python, or for expert options that the model or device cannot have."""
+    """Raise InvalidRequest for a missing Python, or for options that do not fit a model with or without experts."""
     python = None if entry.environment is None else entry.environment.py_executable
-    if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would retry without end
-        raise InvalidRequest(f"engine {entry.name}: there is no {python}", param="engines.environment")
+    if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would retry endlessly
+        raise InvalidRequest(
+            f"engine {entry.name}: the command {python} of environment.py_executable does not exist",
+            param="engines.environment",
+        )
     if entry.expert_parallel and not model_sizes(config).has_experts:
         raise InvalidRequest(
-            f"engine {entry.name}: expert_parallel needs a mixture of experts, and {config.model} is dense",
+            f"engine {entry.name}: expert_parallel requires a mixture of experts, but {config.model} is dense",
             param="engine.expert_parallel",
         )
     if entry.quantization is not None and entry.device == "cpu" and model_sizes(config).has_experts:
         raise InvalidRequest(
-            f"engine {entry.name}: quantised experts have no kernel on device cpu", param="engine.quantization"
+            f"engine {entry.name}: quantized experts have no kernel on device cpu: remove quantization",
+            param="engine.quantization",
         )
 
 
 def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> None:
-    """Raise InvalidRequest if the replicas need more than the Ray cluster has; Ray itself would wait."""
+    """Raise InvalidRequest if the replicas need more resources than the Ray cluster has. Ray would wait forever."""
     for name, option in (("GPU", "device"), ("CPU", "num_cpus")):
-        asked = {
-            of_model(entry.name, model): (entry.replicas * entry.hosts, engine_bundle(one, entry).get(name, 0.0))
-            for model, one in config.of_models.items()
-            for entry in one.entries
+        demands = {
+            of_model(entry.name, name_of_model): (
+                entry.replicas * entry.hosts,
+                engine_bundle(model, entry).get(name, 0.0),
+            )
+            for name_of_model, model in config.of_models.items()
+            for entry in model.entries
         }
-        total, there = sum(count * each for count, each in asked.values()), available.get(name, 0.0)
-        if total > there:
-            parts = " + ".join(f"{name} {count} x {each:g}" for name, (count, each) in asked.items() if each)
+        total, num_available = sum(count * each for count, each in demands.values()), available.get(name, 0.0)
+        if total > num_available:
+            parts = " + ".join(f"{name} {count} x {each:g}" for name, (count, each) in demands.items() if each)
             raise InvalidRequest(
-                f"the replicas ask for {total:g} {name}s ({parts}), and this Ray has {there:g}: "
-                f"take fewer replicas, or engines that need less ({option})",
+                f"the replicas require {total:g} {name}s ({parts}), but the Ray cluster has {num_available:g}: "
+                f"configure fewer replicas, or engines that need less ({option})",
                 param="replicas",
             )
 
@@ -60,9 +68,11 @@ def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> No
 def check_hosts(
     config: ServiceConfig, free: Mapping[str, Mapping[str, float]], labels: Mapping[str, Mapping[str, str]]
 ) -> None:
-    """Raise InvalidRequest if no nodes fit the replicas with node labels or several hosts; Ray would wait.
+    """Raise InvalidRequest if the nodes cannot run the replicas with node labels or several hosts. Ray would wait
+    forever.
 
-    `free` are the resources and `labels` the labels of each node, by address; both are empty before Ray starts.
+    `free` are the free resources and `labels` the labels of each node, by address; both are empty before Ray
+    starts.
     """
     left = {address: dict(resources) for address, resources in free.items()}
     for entry in config.entries:
@@ -75,14 +85,14 @@ def check_hosts(
                 and all(node.get(name, 0) >= bundle[name] for name in bundle)
             ]
             if len(fitting) < entry.hosts:
-                asked = " and ".join(_facts(wanted, bundle, wanted, bundle, "free "))
-                there = ", ".join(
+                required = " and ".join(_facts(wanted, bundle, wanted, bundle, "free "))
+                nodes = ", ".join(
                     " ".join([address, *_facts(wanted, bundle, labels[address], node)])
                     for address, node in left.items()
                 )
                 raise InvalidRequest(
-                    f"engine {entry.name}: no {'node' if entry.hosts == 1 else f'{entry.hosts} nodes'} with {asked}"
-                    f" (nodes: {there or 'this host alone'})",
+                    f"engine {entry.name}: no {'node' if entry.hosts == 1 else f'{entry.hosts} nodes'} with"
+                    f" {required} (nodes: {nodes or 'this host alone'})",
                     param="hosts",
                 )
             for node in sorted(fitting, key=lambda node: [-node[name] for name in bundle])[: entry.hosts]:
@@ -96,6 +106,6 @@ def _facts(
     amounts: Mapping[str, float],
     kind: str = "",
 ) -> list[str]:
-    """Return labels and resources as text, for an error message."""
+    """Format labels and resources for an error message."""
     shown = [f"{name}={of_labels.get(name, '')}" for name in labels]
     return [*shown, *(f"{amounts.get(name, 0):g} {kind}{name}s" for name in resources)]

@@ -48,9 +48,9 @@ from agentloop_servers.run.locks import take_run_lock
 from agentloop_servers.run.store import open_store
 from agentloop_servers.sinks import begin_sinks
 
-RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
+RUN_LOCK_TIMEOUT_S = 30.0  # wait for the previous coordinator to exit
 LEASE_RETRY_S = 0.5
-LOOK_AT_WORK_S = 2.0  # for how many replicas there should be
+LOOK_AT_WORK_S = 2.0  # between two computations of the wanted number of replicas
 
 _log = structlog.get_logger("app")
 
@@ -128,18 +128,20 @@ class CoordinatorDeployment:
         tune_interpreter()
 
     async def _take_turns(self, service: ServiceConfig, others: Sequence[ModelRun]) -> None:
-        """Let this model and the others use their accelerators in turn."""
+        """Time-share the accelerators between this model and the others."""
         clients = {other.name: coordinator_client(other.trust, model=other.name) for other in others}
         configs, replicas = service.of_models, self._coordinator.replicas
         settings = cast(TurnSettings, service.turns)
         ports = {"": (self._coordinator.status, replicas.sleep, replicas.wake)}
-        ports |= {name: (one.front.status, one.front.sleep, one.front.wake) for name, one in clients.items()}
+        ports |= {
+            name: (client.front.status, client.front.sleep, client.front.wake) for name, client in clients.items()
+        }
         turns = ModelTurns(
             {name: TurnsModel(*port, configs[name].num_replicas) for name, port in ports.items()},
             RealClock(),
             min_stay_s=settings.min_stay_s,
             max_wait_s=settings.max_wait_s,
-            start_timeout_s=max(entry.start_timeout_s for one in configs.values() for entry in one.entries),
+            start_timeout_s=max(entry.start_timeout_s for config in configs.values() for entry in config.entries),
         )
         try:
             await turns.run()
@@ -148,7 +150,7 @@ class CoordinatorDeployment:
 
     async def _keep_wanted(self, config: ServiceConfig, model: str) -> None:
         """Report to Serve the wanted number of replicas, for engines with `max_replicas`."""
-        app_name, told = serve.get_replica_context().app_name, dict[str, int]()
+        app_name, announced = serve.get_replica_context().app_name, dict[str, int]()
         entries = {
             entry.name: engine_deployment(config, entry, model) for entry in config.entries if entry.max_replicas
         }
@@ -156,14 +158,14 @@ class CoordinatorDeployment:
             await asyncio.sleep(LOOK_AT_WORK_S)
             wanted = replicas_wanted(config.entries, await self._coordinator.status())
             for name, deployment in entries.items():
-                if wanted[name] != told.get(name):
+                if wanted[name] != announced.get(name):
                     try:
                         await asyncio.to_thread(announce_wanted, app_name, deployment, wanted[name])
-                    except Exception as error:  # Ray raises plain exceptions; try again at the next look
+                    except Exception as error:  # Ray raises plain exceptions; retry in the next iteration
                         _log.warning("replicas_not_announced", entry=name, reason=error_line(error))
                         continue
                     _log.info("replicas_wanted", entry=name, num=wanted[name])
-                    told[name] = wanted[name]
+                    announced[name] = wanted[name]
 
     async def check_health(self) -> None:
         await self._coordinator.check_health()
@@ -173,7 +175,10 @@ class CoordinatorDeployment:
 
 
 async def taken_over(store: TrajectoryStore) -> int:
-    """Become the owner of a store when the earlier owner's lease ends. Raises Conflict after 30 s."""
+    """Take over a store when the lease of its previous owner expires. Return the owner's number.
+
+    Raises Conflict after `RUN_LOCK_TIMEOUT_S`.
+    """
     deadline_at = time.monotonic() + RUN_LOCK_TIMEOUT_S
     while True:
         try:
@@ -185,7 +190,7 @@ async def taken_over(store: TrajectoryStore) -> int:
 
 
 async def end_with_lease(store: TrajectoryStore) -> None:
-    """Keep the store's lease, and end this process if the lease is lost."""
+    """Renew the store's lease, and terminate this process if the lease is lost."""
     await store.keep_lease()
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -88,7 +88,7 @@ def build_endpoint(
         created_at=int(time.time()),
         shards=router,
         live_version=lambda: _live_version(coordinator),
-        logprobs_mode=LogprobsMode(config.entries[0].logprobs_mode),  # the same in all entries
+        logprobs_mode=LogprobsMode(config.entries[0].logprobs_mode),  # equal in all engine pools
         takes_images=takes_images(config),
         by_name=None if config.max_loras is None else coordinator.adapters,
     )
@@ -100,5 +100,5 @@ async def _live_version(coordinator: FrontPort) -> int | None:
 
 
 def sessions_name(rank: int) -> str:
-    """Return the file of an ingress process's sessions, in the run directory."""
+    """Return the name of the file with an ingress process's sessions in the run directory."""
     return f"sessions-{rank}.sqlite"

@@ -1,8 +1,8 @@
-"""An engine over several hosts: its replica on the first, and on each other host a follower, a Ray actor.
+"""An engine on several hosts: the replica runs on the first host, and a follower (a Ray actor) on each other host.
 
-Serve places a replica in the first bundle of a placement group, and the replica a follower in each other bundle. A
-follower runs the engine's ranks of its host in a process of its own, and ends with its replica. A lost follower
-ends the replica's health, and Serve starts the group as a whole.
+Serve places the replica in the first bundle of a placement group, and the replica places a follower in each other
+bundle. A follower runs the engine's ranks of its host in a separate process, and ends with its replica. If a
+follower is lost, the replica's health check fails, and Serve restarts the complete group.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ from agentloop_servers.processes.serve_process import begin_process
 
 _ASK_INTERVAL_S = 1.0
 _ANSWER_TIMEOUT_S = 5.0
-_MAX_SILENT = 2  # questions without an answer: one may be late because this process stood still
+_MAX_SILENT = 2  # status calls without a reply; a single late reply can be caused by a stall of this process
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class Follower:
-    """The actor of one host's part of an engine: the owner of its process."""
+    """The actor that owns the process of one host's part of an engine."""
 
     _process: Process
 
     async def start(self, config: ServiceConfig, run_dir: Path, entry: EngineEntry, share: HostShare) -> None:
-        """Start the process. Its last words are in Ray's logs on this node."""
+        """Start the process. Its output is in Ray's logs on this node."""
         config.keys.hide()
         begin_process(run_dir)
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
         prepare_engine_network(config)
         engine = replace(vllm_config(config, entry), share=replace(share, address=node_address(config)))
-        # The pipe ends with this process, which alone has it.
+        # The pipe on stdin closes when this process exits, which makes the guard in `headless.py` kill the group.
         self._process = await asyncio.create_subprocess_exec(*command(engine), stdin=PIPE, start_new_session=True)
 
     async def status(self) -> int | None:
-        """Return the exit status of the process, with which its workers end too; None while it runs."""
+        """Return the exit status of the process, and kill its workers if it has exited; None while it is
+        running."""
         status = self._process.returncode
         if status is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -67,7 +68,7 @@ class Follower:
 
 
 class EngineHosts:
-    """The hosts of a replica's engine beside its own. Called in the replica's process, which Serve has placed."""
+    """The other hosts of a replica's engine. Runs in the replica's process, after Serve has placed it."""
 
     def __init__(self, config: ServiceConfig, run_dir: Path, entry: EngineEntry) -> None:
         self._config = config
@@ -80,7 +81,7 @@ class EngineHosts:
         """Start the followers, and return the share of this host; see `OtherHosts`."""
         group = ray.util.get_current_placement_group()
         if group is None:
-            raise InvariantBroken("a replica over several hosts is not in a placement group")
+            raise InvariantBroken("the replica of an engine on several hosts is not in a placement group")
         nodes = await asyncio.to_thread(_nodes_of, group)
         address = node_address(self._config)
         with listening_socket(address) as probe:  # closed before the engine listens there
@@ -95,7 +96,7 @@ class EngineHosts:
         return own
 
     async def close(self) -> None:
-        """End the followers. Idempotent."""
+        """Kill the followers. Idempotent."""
         watches, self._watches = self._watches, []
         for watch in watches:
             watch.cancel()
@@ -110,15 +111,15 @@ class EngineHosts:
             because = await _end_of(follower)
         except RayTaskError as error:
             because = error_line(error.cause)
-        except Exception as error:  # Ray's own, not all of one type
+        except Exception as error:  # Ray's exceptions have no common type
             because = error_line(error)
-        lost = f"the part of engine {self._entry.name} on {node} is lost: {because}"
+        lost = f"lost the part of engine {self._entry.name} on {node}: {because}"
         _log.error("engine_host_lost", because=lost)
         on_lost(lost)
 
 
 async def _end_of(follower: Any) -> str:
-    """Wait for the end of a follower's process, or of its answers, and return the reason."""
+    """Wait until a follower's process exits or the follower stops replying, and return the reason."""
     num_silent = 0
     while True:
         await asyncio.sleep(_ASK_INTERVAL_S)
@@ -127,11 +128,11 @@ async def _end_of(follower: Any) -> str:
         except (TimeoutError, RayError) as error:
             num_silent += 1
             if num_silent == _MAX_SILENT:
-                return f"no answer ({type(error).__name__})"
+                return f"no reply ({type(error).__name__})"
             continue
         num_silent = 0
         if status is not None:
-            return f"its process ended with status {status}"
+            return f"its process exited with status {status}"
 
 
 def _nodes_of(group: PlacementGroup) -> list[str]:

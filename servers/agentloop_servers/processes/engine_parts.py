@@ -1,7 +1,6 @@
-"""The engines' part of the wiring: what is made of an entry of the config, in its replicas and before they start.
+"""The wiring of engines: the engine, its configuration and its Ray options, made from an engine pool of the config.
 
-Each function takes an entry of the config; without one it is the config's first, which is the only one of a fleet
-of one kind.
+Functions with an optional `entry` use the config's first engine pool by default.
 """
 
 from __future__ import annotations
@@ -26,16 +25,18 @@ from agentloop_servers.processes.placement import number_of_replicas
 
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
 FOLDER_READER = "agentloop_servers.weight_transfer.checkpoint:folder_reader"
-SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
+SIMULATED_CONTEXTS = 64  # KV capacity of a simulated engine, in contexts of maximum length
+# About the latencies of a small model on one GPU.
 SIMULATED_LATENCY = LatencyModel(
     prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
-)  # of the order of a small model on one GPU
+)
 
 
 def build_engine(
     config: ServiceConfig, entry: EngineEntry | None = None, other_hosts: OtherHosts | None = None
 ) -> Engine:
-    """The engine that a replica owns, not started; with `other_hosts` where it is on several."""
+    """Construct the engine of a replica without starting it. `other_hosts` is set for an engine on several
+    hosts."""
     entry = config.entries[0] if entry is None else entry
     if entry.kind == "vllm":
         return VllmEngine(vllm_config(config, entry), other_hosts)
@@ -68,7 +69,7 @@ def build_engine(
 
 
 def _pushed_weights(config: ServiceConfig, entry: EngineEntry) -> WeightSource:
-    """Return the receiver of a simulated engine's pushes. Of a simulated run it alone needs torch."""
+    """Return the receiver of a simulated engine's pushes: the only part of a simulated run that requires torch."""
     make = cast(Callable[..., WeightSource], resolve(RECEIVED_WEIGHTS, param="mode"))
     return make(
         entry.num_workers,
@@ -79,12 +80,16 @@ def _pushed_weights(config: ServiceConfig, entry: EngineEntry) -> WeightSource:
 
 
 def takes_images(config: ServiceConfig) -> bool:
-    """Tell if the model sees images on any replica: an engine that finds it cannot refuses them too."""
+    """Return True if the model's configuration has a vision encoder and a vLLM replica could use it.
+
+    An engine whose model turns out not to support images rejects them itself.
+    """
     return any(entry.kind == "vllm" and vllm_config(config, entry).has_vision for entry in config.entries)
 
 
 def can_constrain(config: ServiceConfig) -> bool:
-    """Tell if any kind of replica may constrain what it samples; the coordinator knows which of them do."""
+    """Return True if any engine pool may support constraints. The coordinator places such requests by actual
+    features."""
     return any(entry.kind != "simulated" for entry in config.entries)
 
 
@@ -104,7 +109,7 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
 
 
 def process_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
-    """Return the fields of `EngineConfig`."""
+    """Return the fields of `ProcessEngineConfig` for the replicas of an engine pool."""
     return {
         "model": str(config.model_path()),
         "initial_version": config.model_version if entry.load_format == "auto" else None,
@@ -136,7 +141,7 @@ def process_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
 
 
 def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None) -> dict[str, Any]:
-    """Make an actor's options: the resources of a replica on each host, and its process's environment."""
+    """Return the Ray actor options of a replica: its resources on each host, and its process's environment."""
     entry = config.entries[0] if entry is None else entry
     options: dict[str, Any] = {"num_cpus": entry.num_cpus}
     environment: dict[str, Any] = {} if entry.environment is None else dict(entry.environment.runtime_env)
@@ -146,7 +151,7 @@ def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None
     if entry.node_labels and entry.hosts == 1:
         options["label_selector"] = entry.node_labels
     if entry.kind != "simulated" and (entry.device == "cpu" or entry.num_threads is not None):
-        # Ray derives this variable from num_cpus, before the engine could set its own.
+        # Set here, because Ray otherwise sets this variable from num_cpus before the engine can set its own value.
         variables = {THREADS: str(entry.num_threads or 1), **variables}
     if variables:
         environment["env_vars"] = variables
@@ -156,14 +161,17 @@ def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None
 
 
 def engine_bundle(config: ServiceConfig, entry: EngineEntry) -> dict[str, float]:
-    """Return the resources that Ray reserves for a replica on each of its hosts, by Ray's names of them."""
+    """Return the resources that Ray reserves for a replica on each of its hosts, by Ray's resource name."""
     options = engine_actor_options(config, entry)
     bundle = {"GPU": options.get("num_gpus", 0.0), "CPU": options["num_cpus"]}
     return {name: float(amount) for name, amount in bundle.items() if amount}
 
 
 def engine_placement(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
-    """Return Serve's options for an entry's replicas: over several hosts a bundle on each, itself in the first."""
+    """Return Serve's placement options for the replicas of an engine pool.
+
+    A replica on several hosts has a placement group with one bundle per host, and runs in the first bundle.
+    """
     number = number_of_replicas(entry)
     if entry.hosts == 1:
         return number
@@ -175,9 +183,9 @@ def engine_placement(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any
 
 
 def initial_weights(config: ServiceConfig) -> WeightUpdate | None:
-    """Return the weights that the service began with; None if it began with dummy ones.
+    """Return the weights with which the service started; None if it started with dummy weights.
 
-    None also where adapters are served: base weights are then loaded at the start and never again.
+    Also None if the service has adapters: their base weights are loaded at the engine's start and never updated.
     """
     if config.awaits_weights or config.entries[0].lora_rank is not None:
         return None

@@ -22,7 +22,7 @@ from agentloop_servers.replica.server import Replica
 
 
 class EngineReplicaDeployment:
-    """One engine and its private port; the Serve handle is never called with tokens."""
+    """One engine and its private port. Requests use the private port, not the Serve handle."""
 
     async def __init__(  # type: ignore[misc]
         self, service: ServiceConfig, run_dir: Path, trust: Trust, entry_index: int, model: str

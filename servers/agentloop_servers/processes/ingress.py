@@ -60,7 +60,7 @@ class IngressDeployment:
         others: Sequence[ModelRun],
         *deployed_with: DeploymentHandle,
     ) -> None:
-        """`keys` are by model; those of "", the policy, hold for each model that has none."""
+        """`keys` maps model names ("" is the policy) to keys. A model without keys uses the policy's keys."""
         self._closing = begin_serve_process(config, run_dir)
         client = coordinator_client(trust, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
@@ -70,10 +70,10 @@ class IngressDeployment:
         self._closing.push_async_callback(self._port.close)
         tally = self._closing.tally
         timeout_s = config.updates.timeout_s + CALL_MARGIN_S
-        beside = {other: coordinator_client(other.trust, timeout_s, other.name) for other in others}
-        for its_client in beside.values():
-            self._closing.push_async_callback(its_client.close)
-        fronts = {other: its_client.front for other, its_client in beside.items()}
+        clients = {other: coordinator_client(other.trust, timeout_s, other.name) for other in others}
+        for other_client in clients.values():
+            self._closing.push_async_callback(other_client.close)
+        fronts = {other: other_client.front for other, other_client in clients.items()}
         self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys, tally=tally, others=fronts)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
@@ -86,8 +86,10 @@ class IngressDeployment:
         tune_interpreter()
 
     async def __call__(self, request: Request) -> Response:
-        """Refuse requests that come through Serve's proxy: it does not limit bodies or connections."""
-        return error_response(NotFound(f"this port is Ray Serve's own; the service listens at {self._url}"))
+        """Reject requests through Serve's proxy, which does not limit bodies or connections."""
+        return error_response(
+            NotFound(f"this port belongs to Ray Serve's proxy: send the request to the service at {self._url}")
+        )
 
     async def check_health(self) -> None:
         self._process.check_health()
@@ -128,17 +130,17 @@ class IngressProcess:
         self._health_checks: list[Callable[[], None]] = []
 
     async def start(self, first_shard: int = 0, public: socket.socket | None = None) -> None:
-        """Take a shard of the sessions, open them and a port, and announce the port to the other processes.
+        """Acquire a shard of the sessions, open it and a port, and announce the port to the other processes.
 
-        The application is also served on the socket `public`. Raises InvalidRequest if the service would be open
-        to other machines without keys.
+        The application is also served on the socket `public`. Raises InvalidRequest if other machines could use the
+        service without keys.
         """
         config, closing = self._config, self._closing
         numbers, num_processes = await self._numbers(), config.num_ingress if config.cluster is None else None
         shard, lock = await take_shard_lock(self._run_dir, numbers, first=first_shard)
         closing.callback(lock.release)
         self.number = shard
-        trust = None if config.cluster is None else self._trust  # on one host agents may call the process's port
+        trust = None if config.cluster is None else self._trust  # on one host, agents may call the process's port
         self.tally.trace = begin_sinks(config, self._run_dir, closing)
         all_keys = self._keys or {"": keys_of(config)}
         policy = ModelRun("", self._run_dir, self._trust)
@@ -150,13 +152,13 @@ class IngressProcess:
         sessions.on_new = users.add_session
         closing.push_async_callback(users.close)
         await users.start()
-        beside, apps = dict[str, OpenedModel](), dict[str, FastAPI]()
+        models, apps = dict[str, OpenedModel](), dict[str, FastAPI]()
         for other, coordinator in self._others.items():
-            beside[other.name] = its = await self._open(other, coordinator, num_processes, trust)
-            its.endpoint.users, its.endpoint.path = users, f"{MODELS_PATH}/{other.name}"
-            apps[other.name] = its_app = its.to_app(all_keys.get(other.name, keys), is_inside=True)
-            await closing.enter_async_context(its_app.router.lifespan_context(its_app))
-        endpoint.others = {name: its.endpoint for name, its in beside.items()}
+            models[other.name] = model = await self._open(other, coordinator, num_processes, trust)
+            model.endpoint.users, model.endpoint.path = users, f"{MODELS_PATH}/{other.name}"
+            apps[other.name] = model_app = model.to_app(all_keys.get(other.name, keys), is_inside=True)
+            await closing.enter_async_context(model_app.router.lifespan_context(model_app))
+        endpoint.others = {name: model.endpoint for name, model in models.items()}
         app = opened.to_app(keys, apps)
         server = DirectServer(app, address := node_address(config), tls=config.tls_files, trust=trust)
         closing.push_async_callback(server.close)
@@ -164,13 +166,13 @@ class IngressProcess:
         url = await server.start(int(lock.text or 0), public)
         lock.set_text(url.rpartition(":")[2])
         host_url = "" if config.cluster is None else url_of(address, config.port, config.scheme)
-        for one in (opened, *beside.values()):
-            # A single process is reached at the public port, where calls wait while it restarts.
-            one.endpoint.direct_url = host_url or (url if config.num_ingress > 1 else None)
-            one.endpoint.public_url = None if reached_at is None else reached_at.rstrip("/")
-            closing.push_async_callback(one.router.close)
-            await one.router.start(url, host_url)
-            self._health_checks += [one.router.check_health, one.endpoint.sessions.check_health]
+        for model in (opened, *models.values()):
+            # Agents call a single process through the public port, where calls wait while the process restarts.
+            model.endpoint.direct_url = host_url or (url if config.num_ingress > 1 else None)
+            model.endpoint.public_url = None if reached_at is None else reached_at.rstrip("/")
+            closing.push_async_callback(model.router.close)
+            await model.router.start(url, host_url)
+            self._health_checks += [model.router.check_health, model.endpoint.sessions.check_health]
         self._health_checks += [server.check_health, users.check_health]
         self.app, self.sessions, self.direct_url = app, sessions, url
 
@@ -191,19 +193,19 @@ class IngressProcess:
         return OpenedModel(config, model.run_dir, coordinator, clients, endpoint, router)
 
     async def _numbers(self) -> tuple[int, ...]:
-        """Return the shard numbers that a process on this host may take."""
+        """Return the shard numbers that a process on this host may acquire."""
         num = self._config.num_ingress
         if self._config.cluster is None:
             return tuple(range(num))
         return await self._coordinator.endpoint_numbers(disk_of(self._run_dir), share_of_node(num))
 
     def check_health(self) -> None:
-        """Raise the error that ended one of its tasks, if any ended."""
+        """Raise the error that ended a background task, if one has ended."""
         for check in self._health_checks:
             check()
 
     async def close(self) -> None:
-        """Stop, newest part first. Idempotent."""
+        """Close all parts in reverse order of their start. Idempotent."""
         self._health_checks = []
         await self._closing.aclose()
 

@@ -1,4 +1,4 @@
-"""Serve's deployments: their processes, and how many of them run on which nodes."""
+"""Ray Serve deployments: their options, and the number of processes and their nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from agentloop_servers.cluster.nodes import find_wanted, num_nodes
 from agentloop_servers.config.engines import EngineEntry
 from agentloop_servers.config.service import ServiceConfig
 
-_MOST_PROCESSES = 10_000  # of a kind: Serve asks for a bound
-_LOOK_S = 1.0  # Serve's controller asks ten times a second
-_MORE_AFTER_S = 10.0  # of work that more replicas are of use for
-_FEWER_AFTER_S = 300.0  # without: a replica's start may take minutes
-_LOST_AFTER_S = 120.0  # a lost node's processes are then gone for long, so that it is them that are given up
+_MOST_PROCESSES = 10_000  # per deployment: Serve requires a maximum
+_LOOK_S = 1.0  # how long a result is cached: Serve's controller calls a policy ten times a second
+_MORE_AFTER_S = 10.0  # time with work for more replicas before replicas are added
+_FEWER_AFTER_S = 300.0  # time with too many replicas before some are removed: a start can take minutes
+_LOST_AFTER_S = (
+    120.0  # by then Serve has dropped a lost node's processes, so scaling down removes those, not live ones
+)
 ENGINE_NAME = "EngineReplica"
 
 
@@ -31,13 +33,13 @@ def processes(
     placement: dict[str, Any] | None = None,
     max_ongoing_requests: int = 100,
     health_check_period_s: float = 2.0,
-    health_check_timeout_s: float = 10.0,  # three are what the coordinator waits for a sign of life
+    health_check_timeout_s: float = 10.0,  # three timeouts are the coordinator's own limit for a silent replica
     stays_s: float = 0.1,
     ends_within_s: float = 5.0,
 ) -> serve.Deployment:
-    """Return a deployment, not bound. Serve ends a process whose health check fails three times.
+    """Return an unbound deployment. Serve replaces a process whose health check fails three times.
 
-    Told to end, a process goes on for `stays_s` before it closes, and is killed after `ends_within_s`.
+    On shutdown a process continues for `stays_s` before it closes, and is killed after `ends_within_s`.
     """
     return serve.deployment(
         kind,
@@ -53,12 +55,12 @@ def processes(
 
 
 def share_of_node(num: int) -> int:
-    """The even share of a node in so many processes."""
+    """Return the number of processes per node if `num` processes are spread evenly, rounded up."""
     return -(-num // num_nodes())
 
 
 def on_each_node(config: ServiceConfig, num: int) -> dict[str, Any]:
-    """Return the placement of `num` processes: each node has its even share, also one that joins later."""
+    """Return Serve's options that spread `num` processes evenly over the nodes, including nodes that join later."""
     if config.cluster is None:
         return {"num_replicas": num}
     share = share_of_node(num)
@@ -79,7 +81,7 @@ def on_each_node(config: ServiceConfig, num: int) -> dict[str, Any]:
 
 
 class OnEachNode:
-    """Serve's autoscaling policy, in its controller: `share` processes for each live node."""
+    """An autoscaling policy that runs in Serve's controller: `share` processes per live node."""
 
     def __init__(self, share: int) -> None:
         self._share = share
@@ -93,7 +95,8 @@ class OnEachNode:
 
 
 def number_of_replicas(entry: EngineEntry) -> dict[str, Any]:
-    """Return Serve's options for the number of an entry's replicas, which follows the work if the entry says so."""
+    """Return Serve's options for the number of replicas of an engine pool: fixed, or autoscaled with
+    `max_replicas`."""
     if entry.max_replicas is None:
         return {"num_replicas": entry.replicas}
     return {
@@ -108,7 +111,7 @@ def number_of_replicas(entry: EngineEntry) -> dict[str, Any]:
 
 
 class AsWanted:
-    """Serve's autoscaling policy, in its controller: the number that the coordinator has announced."""
+    """An autoscaling policy that runs in Serve's controller: the number that the coordinator has announced."""
 
     def __init__(self) -> None:
         self._looked_at = float("-inf")
@@ -122,33 +125,35 @@ class AsWanted:
 
 
 def replicas_wanted(entries: Iterable[EngineEntry], status: ServiceStatus) -> dict[str, int]:
-    """Return how many replicas of each entry are of use now, within its bounds.
+    """Return the number of replicas of each engine pool that the current work can use, within the pool's bounds.
 
-    The KV that leases are predicted to need, and what waits for room with as much for each, over the limit of a
-    replica; what waits goes to the first entry that has room for it. An entry without a replica that takes traffic
-    keeps its least.
+    The number is the predicted KV of the pool's leases and of waiting work, divided by the KV limit of a replica.
+    Each waiting item counts with the average predicted KV of a lease. Waiting work is assigned to the first pool
+    with capacity. A pool without a replica that accepts traffic keeps its minimum.
     """
     num_leases = sum(replica.num_leases for replica in status.replicas)
     num_waiting = status.queue.num_waiting + status.queue.num_queued - sum(r.num_held for r in status.rollouts)
     each = status.queue.kv_predicted_tokens / num_leases if num_leases and status.queue.reason else 0.0
-    waiting, found = each * num_waiting, {}
+    waiting_tokens, wanted = each * num_waiting, {}
     for entry in entries:
-        own = [one for one in status.replicas if one.entry == entry.name and one.kv_limit_tokens]
+        replicas = [
+            replica for replica in status.replicas if replica.entry == entry.name and replica.kv_limit_tokens
+        ]
         num = entry.replicas
-        if own:
-            limit = sum(one.kv_limit_tokens for one in own) / len(own)
-            predicted = sum(one.kv_predicted_tokens for one in own)
-            num = max(num, min(math.ceil((predicted + waiting) / limit), entry.max_replicas or num))
-            waiting = max(0.0, waiting - max(0.0, num * limit - predicted))
-        found[entry.name] = num
-    return found
+        if replicas:
+            limit = sum(replica.kv_limit_tokens for replica in replicas) / len(replicas)
+            predicted = sum(replica.kv_predicted_tokens for replica in replicas)
+            num = max(num, min(math.ceil((predicted + waiting_tokens) / limit), entry.max_replicas or num))
+            waiting_tokens = max(0.0, waiting_tokens - max(0.0, num * limit - predicted))
+        wanted[entry.name] = num
+    return wanted
 
 
 def engine_deployment(config: ServiceConfig, entry: EngineEntry, model: str = "") -> str:
-    """Return the name of the deployment of an entry's replicas."""
+    """Return the name of the deployment of an engine pool's replicas."""
     return of_model(ENGINE_NAME if config.engines is None else f"{ENGINE_NAME}-{entry.name}", model)
 
 
 def of_model(name: str, model: str) -> str:
-    """Return the name of a deployment of a model."""
+    """Return the name of a model's deployment: `name` for the policy, otherwise `name@model`."""
     return f"{name}@{model}" if model else name

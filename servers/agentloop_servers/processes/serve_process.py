@@ -1,8 +1,8 @@
-"""One process of Serve's: its log, its end on SIGTERM, and that of a start that hangs.
+"""Lifecycle of a Serve process: its log, its shutdown on SIGTERM, and its exit if a start hangs.
 
-Ray's handler of SIGTERM is Python, which runs in the main thread alone, and that one waits within Ray's own loop: a
-process that is told to end would go on. `faulthandler` has a handler in C that may be set from any thread: it tells
-a descriptor at once where the main thread is, and a thread that reads it knows of the signal.
+Ray's SIGTERM handler is Python code, which runs only in the main thread; that thread is blocked in Ray's own loop,
+so the process would not exit. `faulthandler` has a handler in C that can be installed from any thread. It
+immediately writes a traceback to a descriptor, and a thread that reads the descriptor thereby detects the signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentloop.observability.metrics import MetricSample, MetricsReport, Metrics
 from agentloop_servers.config.service import made_run_dir
 from agentloop_servers.metrics import MetricsReporter
 
-SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 to end
+SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 s to exit
 _LOCK_GRACE_S = 1.0
 _STDERR = 2
 
@@ -35,15 +35,16 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class Closing(AsyncExitStack):
-    """The parts of a process, the newest closed first. Serve and SIGTERM may both ask: the second waits."""
+    """The parts of a process, closed in reverse order. If Serve and SIGTERM both close it, the second call
+    waits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tally = MetricsTally()  # of the process
+        self.tally = MetricsTally()  # counters of this process
         self._lock = asyncio.Lock()
 
     def count_problem(self, event: str, level: str) -> None:
-        """Count a line of the log."""
+        """Count a log line by event and level."""
         self.tally.count("log_events_total", event, level)
 
     def report(
@@ -54,7 +55,10 @@ class Closing(AsyncExitStack):
         gauges: Callable[[], Sequence[MetricSample]] = tuple,
         engine: Callable[[], str] = str,
     ) -> None:
-        """Report the metrics of this process, `process` in labels, until it is closed; `tally` is its own one."""
+        """Report the metrics of this process, with the label value `process`, until it is closed.
+
+        `tally` replaces the process's counters and takes over their values.
+        """
         if tally is not None:
             tally.add(self.tally.take())
             self.tally = tally
@@ -66,9 +70,9 @@ class Closing(AsyncExitStack):
 
 
 def begin_process(run_dir: Path) -> Closing:
-    """Write this process's log into the run directory, which a node has from here on.
+    """Create the run directory on this node if it is missing, write this process's log there, and handle SIGTERM.
 
-    Returns what SIGTERM closes before the process ends.
+    Returns the stack of parts that SIGTERM closes before the process exits.
     """
     closing = Closing()
     made_run_dir(run_dir)
@@ -79,14 +83,14 @@ def begin_process(run_dir: Path) -> Closing:
 
 @contextmanager
 def ends_unless_done(timeout_s: float, work: str) -> Iterator[None]:
-    """End the process, at once, if the block takes longer than `timeout_s`; `work` is its name in the log.
+    """Exit the process immediately if the block takes longer than `timeout_s`. `work` names the block in the log.
 
-    For what may hang in any thread, and that nobody else bounds: Serve waits for a start for ever. What hangs with
-    Python's lock in hand, in C, keeps this from the log: `faulthandler` ends it then, on stderr.
+    For code that can hang in any thread and has no other timeout: Serve waits for a start forever.
     """
     timer = threading.Timer(timeout_s, _give_up, (timeout_s, work))
     timer.daemon = True
     timer.start()
+    # C code that hangs while it holds the GIL also blocks the timer's thread: `faulthandler` exits without the GIL.
     faulthandler.dump_traceback_later(timeout_s + _LOCK_GRACE_S, exit=True, file=_STDERR)
     try:
         yield
@@ -97,19 +101,19 @@ def ends_unless_done(timeout_s: float, work: str) -> Iterator[None]:
 
 def _give_up(timeout_s: float, work: str) -> None:
     _log.error("process_ends", because=f"{work} takes longer than {timeout_s:g} s")
-    faulthandler.dump_traceback(file=_STDERR)  # where it hangs
+    faulthandler.dump_traceback(file=_STDERR)  # shows where it hangs
     os._exit(1)
 
 
 def end_on_sigterm(close: Callable[[], Awaitable[None]], grace_s: float) -> None:
-    """Have SIGTERM run `close` in the running event loop, and end the process then, after `grace_s` at the latest.
+    """Install a SIGTERM handler that runs `close` in the running event loop, and then exits the process.
 
-    Call it once in a process, from any thread. A loop that is blocked does not keep the process. A process that
-    user code forks does not inherit it: told to end, it ends at once, and not this one.
+    The process exits after at most `grace_s`, even if the event loop is blocked. Call it once per process, from any
+    thread. A process that user code forks does not inherit the handler: SIGTERM ends it immediately.
     """
     loop, tasks, is_closed = asyncio.get_running_loop(), OwnedTasks("sigterm"), threading.Event()
     reader, writer = socket.socketpair()
-    writer.setblocking(False)  # the handler gives up rather than wait
+    writer.setblocking(False)  # the signal handler must not block on a full buffer
 
     async def end() -> None:
         _log.info("sigterm")
@@ -135,13 +139,15 @@ def end_on_sigterm(close: Callable[[], Awaitable[None]], grace_s: float) -> None
 
 
 def on_sighup(act: Callable[[], None]) -> None:
-    """Have SIGHUP call `act` in the running event loop. Call it once in a process, from any thread."""
+    """Install a SIGHUP handler that calls `act` in the running event loop. Call it once per process, from any
+    thread."""
     loop = asyncio.get_running_loop()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
     def wait() -> None:
-        while reader.recv(1 << 16):  # what faulthandler writes of one signal may come in parts: `act` is idempotent
+        # faulthandler's text for one signal can arrive in several reads, so `act` must be idempotent.
+        while reader.recv(1 << 16):
             loop.call_soon_threadsafe(act)
 
     threading.Thread(target=wait, name="sighup", daemon=True).start()
@@ -150,5 +156,7 @@ def on_sighup(act: Callable[[], None]) -> None:
 
 def _begin_child() -> None:
     faulthandler.unregister(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's would raise, which is swallowed here
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # Ray's handler raises an exception, which would be swallowed here
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

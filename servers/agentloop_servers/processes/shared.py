@@ -1,7 +1,7 @@
-"""Functions that several kinds of processes use: a coordinator's client, the followed store, settings.
+"""Functions that several kinds of processes share: the coordinator's client, the followed store, settings.
 
-Ray Serve awaits an `async __init__` of a deployment, which mypy does not know. It calls `__del__` at the end, also
-if `__init__` raised, so each deployment closes its resources there.
+Ray Serve supports an `async __init__` of a deployment, which mypy does not know. It calls `__del__` at shutdown,
+even if `__init__` raised, so each deployment closes its resources there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModelRun:
 
 
 def begin_serve_process(config: ServiceConfig, run_dir: Path) -> Closing:
-    """Begin a process of Serve: remove the API keys from its environment, and set up its log and its end."""
+    """Initialize a Serve process: remove the API keys from its environment, and set up its log and shutdown."""
     config.hide_keys()
     return begin_process(run_dir)
 
@@ -44,31 +44,32 @@ def begin_serve_process(config: ServiceConfig, run_dir: Path) -> Closing:
 def coordinator_client(
     trust: Trust, command_timeout_s: float = COMMAND_TIMEOUT_S, model: str = ""
 ) -> CoordinatorClient:
-    """Return a client of a model's coordinator, which finds it again after a move."""
+    """Return a client of a model's coordinator that finds the coordinator again after it has moved."""
     find = partial(find_coordinator, serve.get_replica_context().app_name, model)
     return CoordinatorClient(find, trust, command_timeout_s=command_timeout_s)
 
 
 def engine_traces(config: ServiceConfig, run_dir: Path) -> EngineTraces | None:
-    """Return the settings of the engines' own spans; None if engines make none."""
-    asked = config.tracing
-    return EngineTraces(run_dir.name, asked.sample) if asked is not None and asked.engine else None
+    """Return the settings of the engines' own spans; None if engines send no spans."""
+    tracing = config.tracing
+    return EngineTraces(run_dir.name, tracing.sample) if tracing is not None and tracing.engine else None
 
 
 def followed_store(config: ServiceConfig, run_dir: Path) -> FollowedStore | None:
-    """Return the store whose published versions the service follows, if any. Raises InvalidRequest."""
-    if (given := config.weights) is None:
+    """Return the store whose published versions the service follows; None if not configured. Raises
+    InvalidRequest."""
+    if (weights := config.weights) is None:
         return None
-    source = PublishedSource(given.store, given.run)
-    return FollowedStore(source, served_versions(config, run_dir).latest, given.poll_s)
+    source = PublishedSource(weights.store, weights.run)
+    return FollowedStore(source, served_versions(config, run_dir).latest, weights.poll_s)
 
 
 def served_versions(config: ServiceConfig, run_dir: Path) -> Any:
-    """Return the `ServedVersions` of that store, None without one. Raises InvalidRequest."""
-    if (given := config.weights) is None:
+    """Return the `ServedVersions` of the followed store; None if not configured. Raises InvalidRequest."""
+    if (weights := config.weights) is None:
         return None
-    source, folder = PublishedSource(given.store, given.run), Path(given.cache or run_dir / "weights")
-    make, own = parts.configured(parts.WEIGHT_SOURCES, given.source, given.settings, param="weights.source")
+    source, folder = PublishedSource(weights.store, weights.run), Path(weights.cache or run_dir / "weights")
+    make, own = parts.configured(parts.WEIGHT_SOURCES, weights.source, weights.settings, param="weights.source")
     return make(source, folder, **own)
 
 
@@ -78,5 +79,5 @@ def tool_names(config: ServiceConfig) -> tuple[str, ...]:
 
 
 def user_table(config: ServiceConfig) -> UserTable:
-    """Return the users in the file that the config names."""
+    """Return the users of the config's user file; empty without a file."""
     return UserTable() if config.users is None else table_of(load_users(located(config.users)))

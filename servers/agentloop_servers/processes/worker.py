@@ -41,9 +41,9 @@ from agentloop_servers.sinks import begin_sinks
 
 
 class AgentLoopWorkerDeployment:
-    """A worker: takes tasks from the coordinator and runs their agent loops.
+    """A worker: fetches tasks from the coordinator and runs their agent loops.
 
-    It has the workers' restricted credential and not the run's secret, because it runs users' code.
+    It has the workers' restricted credential instead of the run's secret, because it runs user code.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -108,7 +108,7 @@ class AgentLoopWorkerDeployment:
         tune_interpreter()
 
     async def _calls_of(self, service: ServiceConfig, other: ModelRun, worker_id: str) -> TokenCalls:
-        """Return the client that loops and rewards use to call another model."""
+        """Return the client with which loops and rewards call another model."""
         config, closing = service.of_model(other.name), self._closing
         clients, client = EngineClients(other.trust), coordinator_client(other.trust, model=other.name)
         closing.push_async_callback(clients.close)
@@ -122,7 +122,9 @@ class AgentLoopWorkerDeployment:
 
     async def check_health(self) -> None:
         if self._running.done():
-            raise EngineLost("the worker's loop has ended") from self._running.exception()
+            raise EngineLost(
+                "the worker's main task has ended: Serve restarts the worker"
+            ) from self._running.exception()
 
     async def __del__(self) -> None:
         await self._closing.aclose()

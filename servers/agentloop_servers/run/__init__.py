@@ -1,1 +1,1 @@
-"""The run directory: its locks and its store."""
+"""The locks and the store of a run directory."""

@@ -1,7 +1,7 @@
-"""Locks by file: one process at a time has a part of a run directory.
+"""File locks: one process at a time owns a part of a run directory.
 
-The system takes a lock back from a process that dies, however it dies, so a lock that is held has a living owner; a
-stopped process keeps what it holds. The file's text is for whoever finds it held: it says who, or where.
+The operating system releases the lock of a process that exits for any reason, so a held lock has a live owner. A
+stopped (SIGSTOP) process keeps its locks. The text of the file names the owner or its address for other processes.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ RETRY_S = 0.1
 
 
 class FileLock:
-    """A lock that this process holds until it ends or releases it."""
+    """A lock that this process holds until it releases it or exits."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
 
     @property
     def text(self) -> str:
-        """The words of the last owner; empty after the release."""
+        """The text that the last owner wrote; empty after the release."""
         if self._descriptor is None:
             return ""
         return os.pread(self._descriptor, MAX_TEXT_BYTES, 0).decode("utf-8", "replace")
 
     def set_text(self, text: str) -> None:
-        """Write what others shall read, and the next owner."""
+        """Write the text for other processes and the next owner, cut to `MAX_TEXT_BYTES`."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, text.encode()[:MAX_TEXT_BYTES], 0)
 
     def release(self) -> None:
-        """Leave it to others. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
 
 
 def take_lock(path: Path) -> FileLock | None:
-    """Take a lock if nobody holds it."""
+    """Acquire a lock without waiting; return None if another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +63,7 @@ def take_lock(path: Path) -> FileLock | None:
 
 
 async def taken_in_time(take: Callable[[], T | None], timeout_s: float) -> T | None:
-    """Return what `take` gives once it gives something; None if it does not in time."""
+    """Call `take` until it returns a value, and return the value; None after `timeout_s`."""
     loop = asyncio.get_running_loop()
     deadline_at = loop.time() + timeout_s
     while True:
@@ -74,17 +74,20 @@ async def taken_in_time(take: Callable[[], T | None], timeout_s: float) -> T | N
 
 
 async def take_run_lock(run_dir: Path, timeout_s: float) -> FileLock:
-    """Become a run directory's only service. Raises Conflict naming the process that is, after `timeout_s`."""
+    """Acquire the lock of a run directory's service. Raises Conflict, naming the owner's process, after
+    `timeout_s`."""
     path = run_dir / RUN_LOCK
     lock = await taken_in_time(lambda: take_lock(path), timeout_s)
     if lock is None:
-        raise Conflict(f"a service still runs in {run_dir}: process {path.read_text() or 'unknown'}")
+        raise Conflict(
+            f"another service is still running in {run_dir}: process {path.read_text() or 'unknown'}; stop it first"
+        )
     lock.set_text(str(os.getpid()))
     return lock
 
 
 def pass_on_signal(run_dir: Path, number: int) -> None:
-    """Send a signal to the process that runs in a directory, its coordinator's, if it is there."""
+    """Send a signal to the coordinator's process of a run directory, if it is running."""
     if (lock := take_lock(run_dir / RUN_LOCK)) is not None:
         return lock.release()
     with suppress(OSError, ValueError):

@@ -1,11 +1,11 @@
-"""The home of a run's trajectory store: SQLite in its directory, or the database that the config names.
+"""The storage backend of a run's trajectory store: SQLite in the run directory, or the database in the config.
 
-A database also has what the run's directory keeps beside the store (`_KEPT`), so a directory on another disk is
-made from it, by its name. A directory with a secret is of that secret's run alone.
+A database also stores the other files of the run directory (`_KEPT`), so a run directory can be restored from it on
+another disk, by name. A directory with a secret belongs to the run with that secret only.
 
-The database's URL may have a password. It is in the run's directory, in a file that its owner alone reads, and in
-the coordinator and the ingress processes, which run no code of users: no other process is told, and no message has
-more than `shown_url` leaves.
+The database URL may contain a password. Only its owner can read the file with the URL in the run directory, and
+only the coordinator and the ingress processes, which do not run user code, receive the URL. Messages show the
+result of `shown_url` only.
 """
 
 from __future__ import annotations
@@ -34,59 +34,65 @@ from agentloop_servers.config.service import (
 )
 
 URL_NAME = "store"
-"""The file of a run directory that holds the URL of its database."""
+"""The name of the file with the database URL in the run directory."""
 
+# The secret is last: a directory with a secret counts as completely restored.
 _KEPT = (
     CONFIG_NAME,
     AUTHORITY_NAME,
     TOKENIZER_HASH_NAME,
     SECRET_NAME,
-)  # the secret last: with it a directory is the run's
-_MAX_NAME_BYTES = 63  # of a schema
+)
+_MAX_NAME_BYTES = 63  # limit of PostgreSQL for the name of a schema
 
 
 def store_in(run_dir: Path) -> Path | Home:
-    """Return where a run's store is, for readers. Raises InvalidRequest without what the database needs."""
+    """Return the storage backend of a run for readers. Raises InvalidRequest if the backend's package is
+    missing."""
     url = _kept_url(run_dir)
     return run_dir / STORE_NAME if url is None else _home(url, run_dir, None)
 
 
 def has_store(run_dir: Path) -> bool:
-    """Tell if a directory is a run's, with a store."""
+    """Return True if a directory is a run directory with a store."""
     return (run_dir / STORE_NAME).is_file() or (run_dir / URL_NAME).is_file()
 
 
 def open_store(config: ServiceConfig, run_dir: Path, secret: str) -> TrajectoryStore:
-    """Open a run's store for its coordinator. Raises as TrajectoryStore."""
+    """Open a run's store for its coordinator. Raises the errors of TrajectoryStore."""
     where = home_or(STORE_NAME, config, run_dir, secret)
     return TrajectoryStore(where, min_free_bytes=config.min_free_mib << 20)
 
 
 def home_or(name: str, config: ServiceConfig, run_dir: Path, secret: str) -> Path | Home:
-    """Return the database of a run, or else its file of a name. Raises InvalidRequest."""
+    """Return the database of a run, or without a database its file `name`. Raises InvalidRequest."""
     url = _url(config)
     return run_dir / name if url is None else _home(url, run_dir, _owner(secret))
 
 
 def check_store(config: ServiceConfig, run_dir: Path) -> None:
-    """Raise InvalidRequest if a run cannot have the home of its config, or a file of its stores is damaged or of
-    another schema version. Makes the tables of a new database."""
+    """Raise InvalidRequest if a run cannot use the storage backend of its config, or if a file of its stores is
+    damaged or has another schema version. Creates the tables of a new database."""
     url, kept = _url(config), _kept_url(run_dir)
     if has_store(run_dir) and _shown(kept) != _shown(url):
-        raise InvalidRequest(f"the records of {run_dir} are in {_shown(kept)}, not in {_shown(url)}", param="store")
+        raise InvalidRequest(
+            f"the records of {run_dir} are in {_shown(kept)}, not in {_shown(url)}: set `store` to the former, or"
+            " start a new run",
+            param="store",
+        )
     for path in sorted(run_dir.glob("*.sqlite")):
         check_file(path)
     if (store := run_dir / STORE_NAME).is_file():
-        TrajectoryReader(store).close()  # Serve would start a refused coordinator again and again
+        TrajectoryReader(store).close()  # check now: Serve would restart a failing coordinator endlessly
     if url is not None:
         secret = run_dir / SECRET_NAME
         check_home(_home(url, run_dir, _owner(secret.read_text()) if secret.is_file() else ""))
 
 
 def restore_run(config: ServiceConfig, run_dir: Path) -> None:
-    """Make the directory of a run that its database has, if this disk lacks it.
+    """Restore the files of a run directory from the run's database, if they are missing on this disk.
 
-    Raises InvalidRequest, and Conflict while a service runs that has the run.
+    Raises InvalidRequest, and Conflict while another service owns the run.
     """
     if (url := _url(config)) is None or (run_dir / SECRET_NAME).exists():
         return
@@ -98,9 +104,9 @@ def restore_run(config: ServiceConfig, run_dir: Path) -> None:
 
 
 def keep_run(config: ServiceConfig, run_dir: Path) -> None:
-    """Keep the URL of a run's database in its directory, and what the directory keeps in the database.
+    """Store the database URL in the run directory, and the directory's files (`_KEPT`) in the database.
 
-    Raises InvalidRequest if the database has another run of this name, which keeps what it has.
+    Raises InvalidRequest, and changes nothing, if the database has another run with this name.
     """
     if (url := _url(config)) is not None:
         kept = {name: (run_dir / name).read_text() for name in _KEPT if (run_dir / name).exists()}
@@ -116,7 +122,7 @@ def url_elsewhere(config: ServiceConfig, run_dir: Path) -> str:
 
 
 def keep_url(config: ServiceConfig, run_dir: Path) -> None:
-    """Keep the URL of a run's database in its directory."""
+    """Store the database URL in the run directory, readable by its owner only."""
     if (url := _url(config)) is not None:
         path = run_dir / URL_NAME
         path.touch(mode=0o600)
@@ -124,7 +130,7 @@ def keep_url(config: ServiceConfig, run_dir: Path) -> None:
 
 
 def resumed_config(run_dir: Path) -> ServiceConfig | None:
-    """Return what `saved_config` does, with the store's URL."""
+    """Return `saved_config` with the database URL, which the saved config does not contain."""
     config, url = saved_config(run_dir), _kept_url(run_dir)
     return config if config is None or url is None else config.model_copy(update={"store": SecretStr(url)})
 
@@ -133,7 +139,8 @@ def _home(url: str, run_dir: Path, owner: str | None, keeps: Mapping[str, str] |
     scheme = url.partition("://")[0]
     if not parts.is_known(parts.STORAGE, scheme):
         raise InvalidRequest(
-            f"store {shown_url(url)}: write postgresql://USER@HOST:PORT/DATABASE, or leave it out for SQLite",
+            f"unknown store {shown_url(url)}: expected postgresql://USER@HOST:PORT/DATABASE; for SQLite, remove the"
+            " key",
             param="store",
         )
     made = cast(Callable[..., Home], parts.load(parts.STORAGE, scheme, param="store"))

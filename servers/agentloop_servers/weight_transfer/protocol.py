@@ -233,7 +233,7 @@ class Connection:
             raise ConnectionLost("wrong token")
         with self._owner.condition:
             if len(self._inbox) >= MAX_WAITING:
-                raise ConnectionLost("the peer sent more than {MAX_WAITING} messages that were not read")
+                raise ConnectionLost(f"the peer sent more than {MAX_WAITING} messages that were not read")
             if not self.death:
                 self._inbox.append(message)
             self._owner.condition.notify_all()

@@ -117,7 +117,7 @@ async def test_a_process_that_blocks_is_killed_with_its_group(tmp_path, is_cance
     found = feeder.records["bad/0"]
     assert found.stop_reason is (StopReason.CANCELLED if is_cancelled else StopReason.LOOP_FAILED)
     if not is_cancelled:
-        assert found.error == "it was silent for 1 s: signal 9 (SIGKILL)"
+        assert found.error == "it made no call for 1 s: signal 9 (SIGKILL)"
     for pid in map(int, told.read_text().split()):
         while _is_alive(pid):
             await asyncio.sleep(0.02)
@@ -146,8 +146,12 @@ async def test_a_process_knows_no_key_and_no_address_and_asks_for_its_own_trajec
     assert found.stop_reason is StopReason.COMPLETED, found.error
     said = [message.content for message in found.messages[1:-1]]
     assert "the-secret" not in said[0]
-    assert all(text.startswith("Forbidden: 'other/0@0:0' is no request of bad/0") for text in said[1:3])
-    assert all(text.startswith("Forbidden: 'other/0' is not bad/0") for text in said[3:6]), said
+    assert all(
+        text.startswith("Forbidden: 'other/0@0:0' is not a request of trajectory bad/0") for text in said[1:3]
+    )
+    assert all(
+        text.startswith("Forbidden: trajectory 'other/0' is not this process' bad/0") for text in said[3:6]
+    ), said
     assert said[6] == "lease: ''"
 
 

@@ -57,13 +57,17 @@ def test_what_cannot_be_a_home_is_refused_without_its_password(
         closed.bind(("127.0.0.1", 0))
         url = f"postgresql://me:{PASSWORD}@127.0.0.1:{closed.getsockname()[1]}/db"
         message = refusal(postgres_run, url=url)
-    assert message.startswith(f"store {shown_url(url)}: tried to connect")
+    assert message.startswith(f"store {shown_url(url)}: cannot connect")
     assert "refused" in message
     postgres_server.execute("CREATE ROLE reader LOGIN")
     url = postgres_server.url.replace("agentloop:", "reader:")
-    assert refusal(postgres_run, url=url).startswith(f"{at}: tried to make schema {postgres_run.name!r}: Insuf")
-    assert "not a URL as" in refusal(postgres_run, url=f"postgresql://me:{PASSWORD}@x@127.0.0.1/db")
-    assert "not a URL as" in refusal(postgres_run, url=f"postgresql://me@127.0.0.1:{PASSWORD}/db")
+    assert refusal(postgres_run, url=url).startswith(f"{at}: cannot create schema {postgres_run.name!r}: Insuf")
+    assert "malformed URL, expected postgresql://" in refusal(
+        postgres_run, url=f"postgresql://me:{PASSWORD}@x@127.0.0.1/db"
+    )
+    assert "malformed URL, expected postgresql://" in refusal(
+        postgres_run, url=f"postgresql://me@127.0.0.1:{PASSWORD}/db"
+    )
 
 
 async def test_a_run_of_another_owner_or_a_later_format_is_refused(
@@ -76,7 +80,7 @@ async def test_a_run_of_another_owner_or_a_later_format_is_refused(
     await TrajectoryStore(ours).close()
     TrajectoryReader(postgres_run).close()
     for other in ("b", ""):
-        assert "is of another run" in refusal(postgres_run, owner=other)
+        assert "belongs to another run" in refusal(postgres_run, owner=other)
     postgres_server.execute("UPDATE about SET value = '99' WHERE name = 'trajectory store'", postgres_run.name)
     assert "has a trajectory store of format 99, not 3" in refusal(ours)
 
@@ -100,7 +104,7 @@ async def test_a_second_owner_waits_for_the_lease_and_shuts_the_first_out(
     first = await store.take_over()
     await store.accept("r", [make_group(num_samples=2)])
     second = TrajectoryStore(postgres_run)
-    with pytest.raises(Conflict, match=r"a service still runs on this run: process \d+ on "):
+    with pytest.raises(Conflict, match=r"another service is still running this run: process \d+ on "):
         await second.take_over()
     assert await store.take_over(above=first + 5) == first + 6  # its own
     end_lease(postgres_server, postgres_run)
@@ -111,7 +115,7 @@ async def test_a_second_owner_waits_for_the_lease_and_shuts_the_first_out(
     assert await second.take_over() == first + 7
     late = store.add_records(encoded([make_trajectory(sample_index=1)]))
     for write in (late, store.check_owner(), store.cancel("r")):
-        with pytest.raises(ServiceUnavailable, match=f"has taken this run over .epoch {first + 7}"):
+        with pytest.raises(ServiceUnavailable, match=f"has taken this run over .its epoch is {first + 7}"):
             await write
     assert store.successor == first + 7
     assert await second.counts("r") == (2, 1)
@@ -215,7 +219,7 @@ async def test_a_server_that_stops_is_waited_for_without_a_restart(
         postgres_server.stop()
         late = store.add_records(encoded([make_trajectory(sample_index=1)]))
         for call in (store.counts("r"), store.accept("s", []), late):
-            with pytest.raises(ServiceUnavailable, match=r"^store postgresql://127.0.0.1:\d+/postgres: tried"):
+            with pytest.raises(ServiceUnavailable, match=r"^store postgresql://127.0.0.1:\d+/postgres: cannot"):
                 await call
         waiting = [asyncio.create_task(hand_in(sample)) for sample in range(1, 40)]
         await asyncio.sleep(0.5)
@@ -320,7 +324,7 @@ async def test_a_server_that_accepts_and_never_answers_is_away(
         assert store.away == ""
         way.is_silent = True
         for call in (store.add_records(encoded([make_trajectory()])), store.check_owner()):
-            with pytest.raises(ServiceUnavailable, match=r"no answer within 0\.3 s|tried to connect"):
+            with pytest.raises(ServiceUnavailable, match=r"no answer within 0\.3 s|cannot connect"):
                 await call
         assert store.away.startswith(f"store {shown_url(url)}: ")
         way.is_silent = False

@@ -114,7 +114,7 @@ def read_and_go_on(config: ServiceConfig, secret: str, run_dir: Path, rollout_id
     restore_run(config, run_dir)  # as on another host
     assert begun_run(resumed_config(run_dir) or simulated_config(), run_dir).key == secret
     shutil.rmtree(run_dir)
-    with pytest.raises(InvalidRequest, match="is of another run"):
+    with pytest.raises(InvalidRequest, match="belongs to another run"):
         begun_run(config, run_dir)
     assert not run_dir.exists()
 
@@ -130,7 +130,7 @@ async def test_a_run_goes_on_from_its_database_alone(
         rollout = await client.submit([task], num_samples=2)
         async with asyncio.timeout(60.0):
             await engine.is_hanging.wait()
-        with pytest.raises(Conflict, match=r"a service still runs on run .*: process"):
+        with pytest.raises(Conflict, match=r"another service is still running run .*: process"):
             restore_run(config, there)
     assert not there.exists()
     shutil.rmtree(run_dir)
@@ -212,7 +212,7 @@ def test_another_run_of_the_name_of_one_is_refused_and_changes_nothing_of_it(
     here = begun(config, tmp_path / "here" / name)
     other = tmp_path / "other" / name
     begun_run(simulated_config(cluster={"tls": "run"}), other)  # the records that it has are not there
-    with pytest.raises(InvalidRequest, match="is of another run"):
+    with pytest.raises(InvalidRequest, match="belongs to another run"):
         begun(config, other)
     assert begun(config, tmp_path / "there" / name) == here
 
@@ -223,7 +223,7 @@ def test_a_run_of_before_gives_its_database_what_its_directory_has(
     config = config_of(postgres_server, cluster={"tls": "run"})
     here = begun(config, run_dir)
     postgres_server.execute("DELETE FROM about WHERE name IN ('authority', 'config.json', 'secret')", run_dir.name)
-    with pytest.raises(InvalidRequest, match="is of another run"):
+    with pytest.raises(InvalidRequest, match="belongs to another run"):
         begun(config, tmp_path / "there" / run_dir.name)
     assert begun(config, run_dir) == here
     assert begun(config, tmp_path / "there" / run_dir.name) == here
@@ -241,7 +241,7 @@ def test_the_password_is_in_one_file_of_the_run_and_in_no_other_process(
     assert PASSWORD not in f"{setup} {config!r} {config.model_dump()} {config.model_dump_json()}"
     url = f"postgresql://db/x?password={PASSWORD}"
     engine = {"kind": "simulated", "device": "cpu", "load_format": "dummy"}
-    with pytest.raises(ValueError, match="nobody pushes weights") as refused:
+    with pytest.raises(ValueError, match="weights are not pushed in this mode") as refused:
         ServiceConfig.model_validate({"model": "m", "mode": "debug", "engine": engine, "store": url})
     assert PASSWORD not in str(refused.value)
 
@@ -254,8 +254,8 @@ def test_a_store_that_cannot_be_is_told_in_one_line_before_anything_is_started(
     document = yaml.safe_load(SIMULATED.read_text())
     document["applications"][0]["args"]["port"] = 0
     for store, message in (
-        (f"mysql://me:{PASSWORD}@db/x", "error: store mysql://db/x: write postgresql://"),
-        (f"postgresql://me:{PASSWORD}@127.0.0.1:9/x", "error: store postgresql://127.0.0.1:9/x: tried to connect"),
+        (f"mysql://me:{PASSWORD}@db/x", "error: unknown store mysql://db/x: expected postgresql://"),
+        (f"postgresql://me:{PASSWORD}@127.0.0.1:9/x", "error: store postgresql://127.0.0.1:9/x: cannot connect"),
     ):
         document["applications"][0]["args"]["store"] = store
         file.write_text(yaml.safe_dump(document))

@@ -217,7 +217,7 @@ def test_template_arguments_go_to_the_library(pairs: dict[str, Pair]) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("auto", "knows no model called 'qwen3'"),
+        ("auto", "knows no model named 'qwen3'"),
         ("gpt-oss", "a vocabulary that it downloads"),
         ("default", "renderer: template"),
         ("nonsense", "nonsense"),

@@ -82,11 +82,11 @@ def test_alternatives_and_raw_logprobs() -> None:
 def test_what_does_not_belong_together_is_refused() -> None:
     wrong = output([5, 6])
     wrong["meta_info"]["output_token_logprobs"][1] = (-6.0, 9, None)
-    with pytest.raises(MalformedEngineResponse, match="not those of its tokens"):
+    with pytest.raises(MalformedEngineResponse, match="differ from the sampled tokens"):
         values.add_output(SampledTokens(), wrong, 0)
-    with pytest.raises(MalformedEngineResponse, match="no raw ones"):
+    with pytest.raises(MalformedEngineResponse, match="without its raw logprob"):
         values.add_output(SampledTokens(LogprobsMode.BOTH), output([5], None, [[(-1.0, 5, None)]]), 0)
-    with pytest.raises(MalformedEngineResponse, match="fewer tokens"):
+    with pytest.raises(MalformedEngineResponse, match="alternatives for 1 tokens, but sampled 2"):
         values.add_output(SampledTokens(), output([5, 6], None, [[(-1.0, 5, None)]]), 1)
 
 

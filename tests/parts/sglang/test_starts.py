@@ -32,7 +32,7 @@ def test_a_replica_has_the_settings_of_its_entry() -> None:
 
 @pytest.mark.parametrize(
     ("version", "is_allowed", "hint"),
-    [("0.1.9", True, "$"), ("0.5.20", False, "; `allow_untested: true` in the engine's config starts it$")],
+    [("0.1.9", True, "$"), ("0.5.20", False, "; to start it anyway, set `allow_untested: true` in `engine`$")],
 )
 async def test_a_start_refuses_other_versions_by_name(
     monkeypatch: pytest.MonkeyPatch, version: str, is_allowed: bool, hint: str

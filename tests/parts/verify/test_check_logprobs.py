@@ -217,7 +217,11 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     store, adapter = store_of(tmp_path, path()), tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    for model, words in ((tmp_path / "none", "no folder"), (adapter, "merge it"), (tmp_path, "no checkpoint")):
+    for model, words in (
+        (tmp_path / "none", "is not a folder"),
+        (adapter, "merge it"),
+        (tmp_path, "not a checkpoint"),
+    ):
         code, out = run(store, "--model", model)
         assert code == 1
         assert words in out
@@ -225,4 +229,4 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         parse_versions(["v1"])
     code, out = run(store, "--model", V0, "--versions", adapter)
     assert code == 1
-    assert "no folder that is named by a version" in out
+    assert "no subfolder whose name is a version number" in out

@@ -124,7 +124,7 @@ async def test_a_torn_store_is_shown_as_far_as_it_goes_or_refused(
         ):
             status, body = await get(url + path)
             assert status == 200 or re.match(
-                f"no record|the .* of {run_dir} cannot be read", body["error"]["message"]
+                f"unknown record|the .* of {run_dir} cannot be read", body["error"]["message"]
             )
         if name == WAL:  # what was committed last is gone, whole transactions of it
             _, page = await get(f"{url}/trajectories?limit=200")

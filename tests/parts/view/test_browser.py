@@ -390,7 +390,7 @@ async def test_a_stored_run_has_the_same_pages_but_the_live_ones(url: str, run_d
             await browser.open("table", "#records tbody tr")
             assert len(await browser.cells("#records")) == len(await records_of(browser))
             await browser.open("trajectory/1", "canvas[data-drawn]")
-            await browser.page.get_by_text("no texts of tokens").wait_for(timeout=WAIT_MS)
+            await browser.page.get_by_text("token texts are not available").wait_for(timeout=WAIT_MS)
             await browser.shoot("stored")
             await browser.open("weights", "#stalls tbody tr")
             assert await browser.page.locator("#holders").count() == 0

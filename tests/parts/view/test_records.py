@@ -85,7 +85,7 @@ async def test_what_is_gone_is_said(store: TrajectoryStore, tmp_path: Path) -> N
         assert (status, orjson.loads(body)["error"]["param"]) == (404, "seq")
         shown = orjson.loads((await get(f"{url}/trajectories/1"))[1])
         assert shown["texts"] == {}
-        assert shown["missing"] == f"no texts of tokens: there is no {tmp_path / 'tokenizer.json'} any more"
+        assert shown["missing"] == f"token texts are not available: {tmp_path / 'tokenizer.json'} is missing"
     stored.close()
     with pytest.raises(InvalidRequest):
         StoredRun(tmp_path / "nothing.sqlite")
@@ -101,11 +101,11 @@ def test_texts_are_of_the_tokenizer_that_the_run_was_begun_with(tmp_path: Path, 
     file = model / "tokenizer.json"
     file.write_bytes(file.read_bytes() + b"\n")
     keep_tokenizer(simulated_config(model=str(model)), run_dir)  # the run goes on: its first tokenizer counts
-    said = [f"{file} is another tokenizer than the run's", f"there is no {file} any more"]
+    said = [f"{file} is not the run's tokenizer", f"{file} is missing"]
     for missing, end in zip(said, (file.unlink, tmp_path.exists), strict=True):
         shown = TokenLabels(model, run_dir).page(data)
         assert shown.texts == (begun.texts if keeps else {})
-        assert shown.missing == ("" if keeps else f"no texts of tokens: {missing}")
+        assert shown.missing == ("" if keeps else f"token texts are not available: {missing}")
         end()
 
 

@@ -188,7 +188,7 @@ def test_a_folder_for_datasets_says_the_same_in_shards_with_a_card(
     shapes = dict(re.findall(r"^\| `(\w+)` \| `.*` \| (.*) \|$", card, re.MULTILINE))
     assert list(shapes) == table.column_names
     assert (shapes["logprobs"], shapes["turns"], shapes["reward"]) == ("[response tokens]", "[any]", "")
-    with pytest.raises(InvalidRequest, match="has files already"):
+    with pytest.raises(InvalidRequest, match="is not empty"):
         export(store_path, folder, "hf")
 
 

@@ -200,8 +200,8 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path
     simulated = Path(__file__).parents[3] / "servers" / "simulated.yaml"
     result = runner.invoke(app, ["serve", "--config", str(simulated), "--out", str(out)])
     assert result.exit_code == 1
-    assert f"no run can be written to {out}" in result.output
-    assert "Not a directory; --out, or run_dir in the config, names a place" in result.output
+    assert f"cannot create the run directory {out}" in result.output
+    assert "Not a directory; choose another one with --out, or run_dir in the config" in result.output
 
 
 def test_a_trajectory_is_shown_as_a_conversation(run_dir: Path) -> None:

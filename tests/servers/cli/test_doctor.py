@@ -91,7 +91,7 @@ def test_tools_that_are_off_are_no_fault_and_told(tmp_path: Path) -> None:
     [
         ("llama3_1", ["--parser", "hermes"], "parser", "parsers that read it: llama3_json"),
         ("qwen3_coder", ["--parser", "hermes"], "parser", "parsers that read it: qwen3_xml, qwen3_coder"),
-        ("qwen3", ["--parser", "nonsense"], "parser", "no parser 'nonsense'"),
+        ("qwen3", ["--parser", "nonsense"], "parser", "unknown parser 'nonsense'"),
         ("qwen3", ["--renderer", "nonsense"], "chat format", "'nonsense' is not an import path"),
     ],
 )
@@ -190,7 +190,7 @@ def a_package(folder: Path, name: str, distribution: str, version: str) -> None:
         (
             *("0.5.18", True, True),
             "sglang 0.5.18; the adapter is tested with 0.5.17 and 0.5.23; "
-            "`allow_untested: true` in the engine's config starts it",
+            "to start it anyway, set `allow_untested: true` in `engine`",
         ),
         ("0.5.17", False, True, "sglang 0.5.17; its wheels run on NVIDIA GPUs only"),
         ("0.5.17", True, False, "sglang 0.5.17, its kernels: not installed"),

@@ -170,7 +170,9 @@ async def test_a_call_for_another_version_does_not_wait_for_room_while_the_fleet
     waiting = asyncio.create_task(coordinator.rollouts.lease("served", 10, "ingress", served))
     await site.clock.sleep(0.1)
     assert (await coordinator.status()).queue.num_waiting == 1
-    with pytest.raises(WeightVersionNotServed, match="version 1 or a later one is demanded, and version 0 served"):
+    with pytest.raises(
+        WeightVersionNotServed, match="requires weight version 1 or a later one, but version 0 is served"
+    ):
         await asking
     await coordinator.replicas.wake(ALL_MEMORY)
     assert (await waiting).replica_id == "a"

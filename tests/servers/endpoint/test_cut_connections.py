@@ -85,7 +85,8 @@ class Agent:
 
     async def _stream(self, messages: list[Any], headers: dict[str, str]) -> dict[str, Any]:
         """One try. Raises APIConnectionError if the answer ends before its finish."""
-        chunks = await self._client.chat.completions.create(
+        # The SDK would repeat the request with the count that this agent set, which only another client can send.
+        chunks = await self._client.with_options(max_retries=0).chat.completions.create(
             model=MODEL,
             messages=messages,
             max_tokens=MAX_TOKENS,

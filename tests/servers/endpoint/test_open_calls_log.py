@@ -138,7 +138,7 @@ def test_a_full_disk_refuses_and_keeps_nothing(
     for fails in (full, short):
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", fails)
-            with pytest.raises(StorageFull, match="no room for another open call") as raised:
+            with pytest.raises(StorageFull, match="cannot be logged as open") as raised:
                 log.add(1000, "late", make_call("late"))
             assert raised.value.retryable
             assert log.of_session("late") == []

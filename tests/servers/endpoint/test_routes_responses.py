@@ -206,7 +206,7 @@ async def test_an_id_that_continues_nothing_is_refused_by_name(service: DialectS
             with pytest.raises(openai.NotFoundError) as refused:
                 await client.responses.create(model=MODEL, input="hi", previous_response_id=given)
             assert (refused.value.code, refused.value.param) == ("response_not_found", "previous_response_id")
-            assert f"{given!r} is not found" in refused.value.message
+            assert f"{given!r} was not found" in refused.value.message
             assert "expired" in refused.value.message
         item = {"type": "item_reference", "id": f"fc_{call_id}_9_{session_id}"}
         with pytest.raises(openai.NotFoundError) as no_item:

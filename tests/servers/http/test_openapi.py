@@ -45,18 +45,21 @@ CHAINS = {
 }
 """Calls that are made with what the ones before answered: the ids of sessions and rollouts above all."""
 RULES = {
-    "a rule between fields": r"give either|needs |requires |above the maximum|differ|two sessions|"
-    r"exactly one|must be|without tools|there is no (tool|turn)|two tools|holds no |is empty|twice|"
-    r"different sessions|exclude each other|cannot be combined|is greater than|"
-    r"kept for sessions|not the client's to set|"
-    r"the arguments have at most|give a rid|an update is a|for \d+ names|expected world_size|is below min_version",
-    "what no schema says of an image or of a 32-bit float": r"data URL|an image must be|takes no images|"
-    r"finite 32-bit",
+    "a rule between fields": r"(give|send) either|needs |requires |above the maximum|larger than the maximum|"
+    r"differ|two sessions|exactly one|must be|without tools|(unknown|there is no) (tool|turn)|two tools|holds no |"
+    r"is empty|twice|different sessions|exclude each other|cannot be combined|is greater than|kept for sessions|"
+    r"not in 'tools'|cannot have a block|something else to score|not the client's to set|is reserved|"
+    r"the arguments (have at most|exceed)|give a rid|rid must have|an update is a|for \d+ names|"
+    r"expected world_size|is below min_version",
+    "what no schema says of an image or of a 32-bit float": r"data URL|an image (is|must be) a|"
+    r"takes no images|does not accept images|is not finite|finite 32-bit",
     "the model's bounds": r"leaves no room|outside \[0|context",
     "what is not implemented": r"not supported|images are not fetched|only text is answered|"
-    r"one prompt a request in|cannot be continued|not edited|engine cannot|broadcast is not taken",
-    "free JSON that no codec holds": r"nested (deeper|too deeply)|into 64 bits|not JSON of 64-bit|lone surrogate",
-    "no schema for a compiler": r"\$ref|a schema has|a pattern has",
+    r"one prompt|can(not)? be continued|not edited|engine cannot|broadcast is not taken|does not support|"
+    r"requires scores of the prompt|cannot be (recorded|streamed)|completely",
+    "free JSON that no codec holds": r"nested (deeper|too deeply)|(beyond|into) 64 bits|not JSON of 64-bit|"
+    r"lone surrogate",
+    "no schema for a compiler": r"\$ref|(a|the) schema (has|is nested)|a pattern (has|contains)",
     "not of this service": r"weight roots|unknown (tool|loop|reward)",
 }
 """Why what the document allows may yet be refused, by the text of the refusal: a schema cannot say these."""

@@ -736,7 +736,8 @@ async def test_weights_that_a_host_does_not_see_touch_no_replica(tmp_path: Path)
         body = {"version": 1, "directory": str(door.root / "v1")}
         status, answer, _ = await door.call("POST", "/admin/weights", json=body)
         assert (status, answer["error"]["param"]) == (400, "directory")
-        assert answer["error"]["message"] == "not there on 10.0.0.2, 10.0.0.3: every host reads it"
+        message = "is missing on 10.0.0.2, 10.0.0.3: copy it there, because every host reads it"
+        assert answer["error"]["message"] == f"{str(door.root / 'v1')!r} {message}"
         assert door.coordinator.updates == []
         body = {"version": 2, "directory": str(door.root / "v2")}
         assert (await door.call("POST", "/admin/weights", json=body))[0] == 200

@@ -154,7 +154,7 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
         beyond = await site.coordinator.flight(1, other.id)
         [row] = page.oldest
         [told, *rest] = await client.why(row.id)
-        with pytest.raises(NotFound, match="is not in flight"):
+        with pytest.raises(NotFound, match="is not running"):
             await client.why("r/none/0")
         command = [sys.executable, "-m", "agentloop_servers.cli", "why", "--url", site.urls[0]]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)

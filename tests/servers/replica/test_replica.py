@@ -583,7 +583,7 @@ async def test_noise_is_refused_by_name_over_the_wire(tmp_path):
             await plane.remote.pause(PauseMode.KEEP)
             await plane.remote.commit(version)
             if version == 1:
-                with pytest.raises(WeightsRefused, match="version 1 is noise"):
+                with pytest.raises(WeightsRefused, match="version 1 are broken"):
                     await plane.remote.resume()
         assert await plane.remote.resume() >= 0.02
         assert await plane.remote.resume() == 0.0

@@ -49,7 +49,9 @@ class FakeSession:
         self.is_complete = True
         self.policy_failure = None
 
-    async def call(self, chat: ChatCall, key: CallKey) -> ChatResult:
+    async def call(
+        self, chat: ChatCall, key: CallKey, begin: Callable[[str, str], None] | None = None
+    ) -> ChatResult:
         self._enter(chat, key)
         try:
             await self.registry.before(0)

@@ -41,6 +41,6 @@ class SeeingEngine(SimulatedEngine):
 
     def _tokens(self, image: Image) -> ImageTokens:
         if not image.data.startswith(b"\x89PNG"):
-            raise InvalidRequest("the image cannot be shown to the model", param="images")
+            raise InvalidRequest("the model's processor cannot process the image", param="images")
         seen = (self._placeholder,) * (1 + len(image.data) // 100)
         return ImageTokens(self._placeholder, (self._mark, *seen, self._mark))

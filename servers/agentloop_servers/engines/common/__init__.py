@@ -1,1 +1,1 @@
-"""The part that adapters of engines share: the gate, pauses, weight updates and constraints."""
+"""Code that all engine adapters share: request gate, pauses, weight updates and constraint checks."""

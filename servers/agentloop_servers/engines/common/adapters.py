@@ -1,4 +1,4 @@
-"""The files of the LoRA adapters that an engine serves, in a temporary folder of its own."""
+"""The files of the LoRA adapters that an engine serves, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from agentloop_servers.weight_transfer.lora import CONFIG_FILE, WEIGHTS_FILE, ch
 
 
 class AdapterFolder:
-    """Copies of adapters that are served by name, or a link to the one that is the policy. Call `start` first.
+    """Copies of the adapters that are served by name, or a symbolic link to the policy adapter. Call `start` first.
 
-    `path` leads to the linked folder, at first an adapter of zeros, which must stay in place while it is served.
+    `path` is the link. It initially points to an adapter of zeros. The folder that it points to must not be removed
+    while it is served.
     """
 
     def __init__(self, model: str, max_rank: int) -> None:
@@ -27,12 +28,12 @@ class AdapterFolder:
         self._folder: Path | None = None
 
     def start(self) -> None:
-        """Make the temporary folder."""
+        """Create the temporary folder."""
         self._folder = folder = Path(tempfile.mkdtemp(prefix="agentloop-lora-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     async def link_zeros(self) -> None:
-        """Make an adapter of zeros, and link to it. Raises CheckpointUnreadable."""
+        """Write an adapter of zeros and link to it. Raises CheckpointUnreadable."""
         zero = self._own() / "zero"
         zero.mkdir()
         await asyncio.to_thread(write_zero_adapter, self._model, str(zero))
@@ -40,18 +41,21 @@ class AdapterFolder:
 
     @property
     def path(self) -> str:
-        """The path of the link."""
+        """The path of the symbolic link."""
         return str(self._link)
 
     def point_to(self, directory: str) -> None:
-        """Link to another adapter, atomically."""
+        """Replace the link's target with another adapter atomically."""
         following = self._own() / "next"
         following.unlink(missing_ok=True)
         following.symlink_to(Path(directory).resolve())
         following.replace(self._link)
 
     def check(self, directory: str) -> FolderContents:
-        """Check an adapter and read all of it, which fills the page cache. Blocks. Raises CheckpointUnreadable."""
+        """Validate an adapter and read all its bytes, which fills the page cache. Blocks.
+
+        Raises CheckpointUnreadable.
+        """
         has_weights = any(Path(self._model).glob("*.safetensors"))
         served = inspect_checkpoint(self._model).tensors if has_weights else None
         checkpoint = inspect_checkpoint(directory)
@@ -59,11 +63,11 @@ class AdapterFolder:
         return read_contents(directory, checkpoint)
 
     def copy_of(self, number: int) -> str:
-        """Return the path of a copy."""
+        """Return the path of copy `number`."""
         return str(self._own() / str(number))
 
     def copy(self, directory: str, number: int, contents: FolderContents) -> None:
-        """Copy an adapter that was checked. Blocks. Raises OSError, and CheckpointUnreadable if it has changed."""
+        """Copy a validated adapter. Blocks. Raises OSError, and CheckpointUnreadable if its files have changed."""
         copy = Path(self.copy_of(number))
         copy.mkdir()
         for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -71,11 +75,11 @@ class AdapterFolder:
         check_unchanged(directory, contents.stamps)
 
     def remove(self, number: int) -> None:
-        """Remove a copy, as far as it is there. Blocks."""
+        """Remove copy `number`, if it exists. Blocks."""
         shutil.rmtree(self.copy_of(number), ignore_errors=True)
 
     def close(self) -> None:
-        """Remove our files. Idempotent; also done when this object or the process ends."""
+        """Remove the temporary folder. Idempotent; also called at garbage collection and process exit."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

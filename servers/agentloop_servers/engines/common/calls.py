@@ -1,7 +1,7 @@
-"""The requests of one engine that are under way, and the gate that holds new ones.
+"""The running requests of one engine, and the gate that holds new requests while the engine is not serving.
 
-A held request takes its cache salt (the KV version) when it enters, after an update, and so cannot meet older KV.
-To end a request with an error of ours, its `verdict` is set and it is aborted in the engine.
+A held request gets its cache salt (the KV version) when it passes the gate, after an update, so it cannot reuse
+older KV. To end a request with an agentloop error, its `verdict` is set and the engine aborts it.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ class EngineRequests(Protocol):
     """The requests in an engine's process."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now; each returns its tokens so far. Unknown ids are no error."""
+        """End these requests now; each returns the tokens sampled so far. Unknown ids are ignored."""
 
     async def unbegun(self, request_ids: Sequence[str]) -> Collection[str]:
-        """Return the ids of requests that have sampled no token. Call it while the engine is paused.
+        """Return the ids of requests that have not sampled a token. Call it while the engine is paused.
 
-        An engine may leave out those whose prompt is partly computed.
+        An engine may omit requests whose prefill has started.
         """
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One `generate` or `stream` that is under way."""
+    """One running `generate` or `stream`."""
 
     request: GenerateRequest
-    is_admitted: bool = False  # the engine's process knows it
+    is_admitted: bool = False  # the engine's process has the request
     is_aborted: bool = False
-    is_recalled: bool = False  # aborted in the process, to pass the gate once more
-    verdict: AgentLoopError | None = None  # raised instead of an answer
-    adapter_version: int | None = None  # of all its tokens, from its admission on; None: it has the base weights
+    is_recalled: bool = False  # aborted in the process so that it passes the gate again
+    verdict: AgentLoopError | None = None  # raised instead of returning a generation
+    adapter_version: int | None = None  # version of the adapter, set at admission; None: the base weights
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # set to check the gate again
     version_starts: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (version, index of its first token), for engines that keep no versions themselves."""
+    """Pairs (version, index of its first token), for engines that do not record versions themselves."""
 
 
 class Calls:
-    """All calls of one engine, with the gate for new ones: it is open while `lifecycle` is serving."""
+    """All calls of one engine, and the gate for new calls, which is open while `lifecycle` is serving."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Calls:
         lifecycle: EngineLifecycle,
         check_constraint: Callable[[Constraint], Awaitable[None]],
     ) -> None:
-        """`check_constraint` raises InvalidRequest for a constraint that the engine must not get."""
+        """`check_constraint` raises InvalidRequest for a constraint that must not reach the engine."""
         self._process = process
         self._lifecycle = lifecycle
         self._check_constraint = check_constraint
@@ -69,14 +69,16 @@ class Calls:
 
     @property
     def num_held_tokens(self) -> int:
-        """The tokens of prompts that are not in the engine's process yet."""
+        """The number of prompt tokens of calls that wait at the gate."""
         return sum(len(call.request.token_ids) for call in self._by_id.values() if not call.is_admitted)
 
     @contextlib.contextmanager
     def entered(self, request: GenerateRequest) -> Iterator[Call]:
-        """Register a request's call for the block. Raises Conflict for an id that is under way."""
+        """Register a call during the block. Raises Conflict if a call with the same request id is running."""
         if request.request_id in self._by_id:
-            raise Conflict(f"request {request.request_id} is already running", param="request_id")
+            raise Conflict(
+                f"request {request.request_id} is already running: request ids must be unique", param="request_id"
+            )
         call = self._by_id[request.request_id] = Call(request)
         try:
             yield call
@@ -85,10 +87,10 @@ class Calls:
             self._lifecycle.refresh()
 
     async def pass_gate(self, call: Call) -> bool:
-        """Check the call's constraint, and wait until the engine serves. False if the call was aborted meanwhile.
+        """Check the call's constraint and wait until the engine serves. Return False if the call was aborted.
 
-        After True the caller hands the request to the engine without an await, so that an abort cannot miss it.
-        Raises the call's verdict, or InvalidRequest for the constraint.
+        After True, the caller must submit the request to the engine before its next await, so that an abort cannot
+        miss the request. Raises the call's verdict, or InvalidRequest for the constraint.
         """
         constraint = call.request.sampling.constraint
         if constraint is not None:
@@ -112,29 +114,30 @@ class Calls:
             call.wake.set()
 
     async def abort(self, calls: Sequence[Call]) -> None:
-        """End these calls now; each returns its tokens so far."""
+        """End these calls now; each returns the tokens sampled so far."""
         for call in calls:
             call.is_aborted = True
             call.wake.set()
         await self._abort_in_process([call for call in calls if call.is_admitted])
 
     async def end_all(self, verdict: AgentLoopError) -> None:
-        """Make every call raise `verdict`."""
+        """End all calls with `verdict`."""
         calls = self.all()
         for call in calls:
             call.verdict = verdict
-        with contextlib.suppress(EngineLost):  # then the process itself has ended them
+        with contextlib.suppress(EngineLost):  # the process has exited, which ended its requests
             await self.abort(calls)
 
     async def recall(self, *, has_all: bool) -> None:
-        """Take admitted requests that were not begun back behind the gate. After a commit they enter with its salt,
-        and so meet no KV of older weights. Unless `has_all`, requests that may use older KV stay."""
+        """Return admitted requests without a sampled token to the gate. After the commit they are admitted with the
+        new cache salt, so they cannot reuse KV of older weights. Unless `has_all`, requests with an explicit KV
+        version stay in the engine."""
         calls = [call for call in self.all() if call.is_admitted and (has_all or call.request.kv_version is None)]
         unbegun = await self._process.unbegun([call.request.request_id for call in calls]) if calls else ()
-        waiting = [call for call in calls if call.request.request_id in unbegun]
-        for call in waiting:
+        recalled = [call for call in calls if call.request.request_id in unbegun]
+        for call in recalled:
             call.is_recalled = True
-        await self._abort_in_process(waiting)
+        await self._abort_in_process(recalled)
 
     async def _abort_in_process(self, calls: Sequence[Call]) -> None:
         if calls:

@@ -1,12 +1,12 @@
-"""Constraints in xgrammar's form, and the trial that each passes before an engine gets it.
+"""Conversion of constraints to xgrammar's format, and a trial compilation before a constraint reaches an engine.
 
-An engine compiles a constraint beside its steps and walks it within them: one that allows no text, or takes long
-for a token, would fail late or hold up every other request. So each is compiled and walked here once, over single
-bytes, in a thread. The verdict does not depend on the host's load: a trial that uses more than `MAX_CPU_S` of CPU
-time refuses the constraint, and one that did not get its CPU time yet has no verdict. A thread cannot be stopped:
-it runs on, a later call for the same constraint waits for it, and at most `MAX_TRIALS` run at a time.
-
-Keywords that xgrammar accepts and then does not enforce are refused here too, as it only logs a warning.
+An engine compiles a constraint concurrently with its steps and advances the grammar within a step: a constraint
+that allows no text, or needs long for a token, would fail late or delay all other requests. Each constraint is
+therefore first compiled and walked here, byte by byte, in a thread. The verdict does not depend on the host's load:
+a trial that uses more than `MAX_CPU_S` of CPU time rejects the constraint, and a trial that is still short of CPU
+time has no verdict yet. A thread cannot be stopped, so it continues; later calls for the same constraint wait for
+it, and at most `MAX_TRIALS` run at the same time. Keywords that xgrammar accepts but does not enforce are rejected
+too.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from agentloop.parsers.json_schema import unenforced
 from agentloop.types import JSON, Constraint, ConstraintKind
 from agentloop_servers.engines.common.process import one_line
 
-MAX_CPU_S = 5.0  # a trial's; a constraint that takes longer to compile holds up the engine
+MAX_CPU_S = 5.0  # CPU time of one trial; a constraint that takes longer to compile would delay the engine
 PATIENCE_S = 10.0
 MAX_TRIALS = 8
-MAX_TOKEN_S = 0.02  # of a thread's own time, for one byte's mask; a real vocabulary takes longer
+MAX_TOKEN_S = 0.02  # CPU time of the thread for one byte's mask; a real vocabulary takes longer
 NUM_REMEMBERED = 4096
 
-_MAX_NESTING = 80  # of objects and arrays, a structural tag's own included; deeper ones overflow native stacks
-_MAX_COUNTED_PROPERTIES = 64  # with minProperties or maxProperties; compiling them takes quadratic time and more
+_MAX_NESTING = 80  # objects and arrays, including the structural tag itself; deeper nesting overflows native stacks
+_MAX_COUNTED_PROPERTIES = 64  # limit with minProperties or maxProperties, whose compile time is at least quadratic
 _MAX_PATTERNS = 64
 _POLL_CPU_S = 0.1
 _TOO_SLOW = f"it takes more than {MAX_CPU_S:.0f} s of CPU time to compile"
@@ -50,9 +50,9 @@ _STOP = 256  # the id after those of all bytes
 
 
 def structural_tag(constraint: Constraint) -> str | None:
-    """Return a constraint as xgrammar's structural tag, in JSON; None for a regex.
+    """Convert a constraint to an xgrammar structural tag in JSON; return None for a regex.
 
-    Raises ValueError for text that is not JSON, or a schema whose references have no target.
+    Raises ValueError for text that is not JSON, and for a schema with unresolved references.
     """
     match constraint.kind:
         case ConstraintKind.REGEX:
@@ -64,16 +64,18 @@ def structural_tag(constraint: Constraint) -> str | None:
 
 
 class Trial:
-    """The trial of one constraint, in its own thread."""
+    """The trial compilation of one constraint, in a thread."""
 
     def __init__(self, constraint: Constraint) -> None:
-        self.verdict: Future[str] = Future()  # the reason why it cannot be used; empty if it can
-        self._clock: tuple[int, float] | None = None  # the thread's CPU clock, and its time when the trial began
-        # A daemon: the interpreter's end does not wait for it.
+        self.verdict: Future[str] = Future()  # the reason to reject the constraint; "" if it is valid
+        self._clock: tuple[int, float] | None = (
+            None  # the thread's CPU clock, and its time at the start of the trial
+        )
+        # A daemon thread, so that interpreter shutdown does not wait for it.
         threading.Thread(target=self._run, args=(constraint,), name="constraint trial", daemon=True).start()
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that the trial has used, without the import of xgrammar."""
+        """Return the CPU seconds that the trial has used, excluding the import of xgrammar."""
         if self._clock is None:
             return 0.0
         try:
@@ -87,27 +89,27 @@ class Trial:
 
             self._clock = time.pthread_getcpuclockid(threading.get_ident()), time.thread_time()
             problem = problem_of(xgrammar, constraint)
-            # The limit holds for a trial that ended before anyone looked at its clock, too.
+            # Apply the limit also to a trial that finished before a caller polled its CPU time.
             self.verdict.set_result(problem if problem or self.cpu_s() <= MAX_CPU_S else _TOO_SLOW)
         except Exception as error:
-            # xgrammar begins its reason with a time and a place in its source.
+            # Remove the timestamp and source location with which xgrammar's messages start.
             self.verdict.set_result(_PLACE.sub("", one_line(error)))
 
 
 class ConstraintTrials:
-    """The trials of constraints for one engine, on one event loop."""
+    """Runs the trials of one engine's constraints, on one event loop. Passed constraints are cached."""
 
     def __init__(self, start: Callable[[Constraint], Trial] = Trial, patience_s: float = PATIENCE_S) -> None:
-        """`patience_s` is how long a call waits for a trial, in seconds of wall time."""
+        """`patience_s` is the wall time that a call waits for a trial, in seconds."""
         self._start = start
         self._patience_s = patience_s
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._trials: dict[bytes, Trial] = {}  # running, or with a verdict that no call has read
+        self._trials: dict[bytes, Trial] = {}  # running trials, and finished ones whose verdict was not read yet
 
     async def check(self, constraint: Constraint) -> None:
-        """Raise InvalidRequest for a constraint that an engine must not get.
+        """Raise InvalidRequest for a constraint that must not reach an engine.
 
-        Raise ServiceUnavailable if its trial did not get enough CPU time yet, or cannot start.
+        Raise ServiceUnavailable if its trial has not had enough CPU time yet, or cannot start.
         """
         digest = xxhash.xxh3_128_digest(f"{constraint.kind} {constraint.text}".encode("utf-8", "surrogatepass"))
         if digest not in self._passed:
@@ -119,13 +121,13 @@ class ConstraintTrials:
         self._passed.move_to_end(digest)
 
     async def _try(self, digest: bytes, constraint: Constraint) -> str:
-        """Return the verdict of the constraint's trial, which equal constraints share."""
+        """Return the verdict of the constraint's trial. Calls with equal constraints share one trial."""
         trial = self._trials.get(digest)
         if trial is None:
-            self._trials = {key: one for key, one in self._trials.items() if not one.verdict.done()}
+            self._trials = {key: trial for key, trial in self._trials.items() if not trial.verdict.done()}
             if len(self._trials) >= MAX_TRIALS:
                 raise ServiceUnavailable(
-                    f"{len(self._trials)} constraints are being tried, the most at a time: repeat the request",
+                    f"{len(self._trials)} other constraints are being compiled, which is the limit: retry later",
                     param="constraint",
                 )
             trial = self._trials[digest] = self._start(constraint)
@@ -143,13 +145,13 @@ class ConstraintTrials:
             if time.monotonic() >= give_up_at:
                 raise ServiceUnavailable(
                     f"this host is too busy to try the constraint: the trial got {trial.cpu_s():.1f} s of CPU time "
-                    f"in {self._patience_s:.0f} s and continues; repeat the request",
+                    f"in {self._patience_s:.0f} s and continues; retry the request",
                     param="constraint",
                 )
 
 
 def problem_of(xgrammar: Any, constraint: Constraint) -> str:
-    """Return the reason why a constraint cannot be used; empty if it can. Also raises xgrammar's errors."""
+    """Return the reason to reject a constraint; "" if it is valid. Also raises xgrammar's errors."""
     patterns = [constraint.text]
     try:
         tag = structural_tag(constraint)
@@ -161,15 +163,17 @@ def problem_of(xgrammar: Any, constraint: Constraint) -> str:
             return _TOO_DEEP
         nodes = list(_objects(value))
         if any(_counts_too_many(node) for node in nodes):
-            return f"minProperties and maxProperties go with at most {_MAX_COUNTED_PROPERTIES} properties"
+            return (
+                f"minProperties and maxProperties are supported with at most {_MAX_COUNTED_PROPERTIES} properties"
+            )
         patterns = list({node["pattern"] for node in nodes if isinstance(node.get("pattern"), str)})
         if len(patterns) > _MAX_PATTERNS:
-            return f"more than {_MAX_PATTERNS} patterns"
+            return f"it has {len(patterns)} patterns: the limit is {_MAX_PATTERNS}"
         for schema in _schemas(value):
             if problem := unenforced(schema):
                 return problem
     if any("\0" in str(pattern) for pattern in patterns):
-        return "a pattern has a NUL character"
+        return "a pattern contains a NUL character"
     compiler = _compiler(xgrammar)
     for pattern in patterns:
         if problem := _walks(xgrammar, compiler.compile_regex(pattern)):
@@ -196,7 +200,7 @@ def _compiler(xgrammar: Any) -> Any:
 
 
 def _walks(xgrammar: Any, grammar: Any) -> str:
-    """Write random texts of a grammar, half of them in ASCII, and time each byte. Returns a problem, or ""."""
+    """Generate random texts of a grammar, half of them ASCII, and time each byte. Return a problem, or ""."""
     mask = xgrammar.allocate_token_bitmask(1, _STOP + 1)
     num_slow = 0
     for seed in range(_NUM_WALKS):
@@ -207,14 +211,17 @@ def _walks(xgrammar: Any, grammar: Any) -> str:
             bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[: _STOP + 1]
             allowed = [int(value) for value in bits[:_STOP].nonzero()[0]]
             if not allowed and not bits[_STOP]:
-                return "no text fits it" if step == 0 else "some text that begins as it asks for cannot be ended"
+                return (
+                    "no text matches it" if step == 0 else "a text that matches so far has no possible continuation"
+                )
             if not allowed:
                 break
             printable = [value for value in allowed if 32 <= value < 127]
             matcher.accept_token(choose.choice(printable if seed % 2 and printable else allowed))
             num_slow += time.thread_time() - started_at > MAX_TOKEN_S
-            if num_slow > 1:  # once may be the host: an ambiguous grammar grows slower with every byte
-                return "it is too ambiguous: following it takes too long"
+            # A single slow byte can be the host's fault: an ambiguous grammar becomes slower with every byte.
+            if num_slow > 1:
+                return "it is too ambiguous: computing the allowed tokens takes too long"
     return ""
 
 
@@ -222,21 +229,21 @@ def _objects(value: JSON) -> Iterator[dict[str, JSON]]:
     """Iterate over every object in a JSON value, without recursion."""
     open_values = [value]
     while open_values:
-        found = open_values.pop()
-        if isinstance(found, dict):
-            yield found
-        open_values += _children(found)
+        node = open_values.pop()
+        if isinstance(node, dict):
+            yield node
+        open_values += _children(node)
 
 
 def _schemas(value: JSON) -> Iterator[JSON]:
-    """Iterate over the JSON Schemas in a structural tag, such as after reasoning or within a call."""
+    """Iterate over the JSON Schemas in a structural tag, for example the arguments of each tool."""
     open_values = [value]
     while open_values:
-        found = open_values.pop()
-        if isinstance(found, dict) and "json_schema" in found:
-            yield found["json_schema"]
+        node = open_values.pop()
+        if isinstance(node, dict) and "json_schema" in node:
+            yield node["json_schema"]
         else:
-            open_values += _children(found)
+            open_values += _children(node)
 
 
 def _counts_too_many(node: dict[str, JSON]) -> bool:

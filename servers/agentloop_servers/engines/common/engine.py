@@ -1,12 +1,12 @@
-"""The Engine port over an engine in separate processes: the part that all such engines have in common.
+"""The base of engines that run in separate processes: gate, pause modes, commits, sleep and load reports.
 
-An adapter's engine is a `ProcessEngine` that hands requests to its process and reads the outputs. The rest stands
-here once: the gate, the modes of pause, commits, sleep, load.
+A subclass submits requests to its process and reads the outputs. Invariants:
 
 - A gate holds new requests while the engine is not serving (`calls.py`).
-- The process is only ever frozen in place. Before that, ABORT ends requests in flight, and WAIT lets them end.
-- A request that was admitted but not begun passes the gate again after a commit, and so meets no older KV.
-- The first request under new weights is a fixed prompt. All outputs wait for its answer (`_run_canary`).
+- The process only supports freezing in place. Before it, pause mode ABORT ends running requests, and WAIT drains
+  them.
+- An admitted request without a sampled token passes the gate again after a commit, so it never reuses older KV.
+- The first request under new weights is a fixed canary prompt. All outputs wait for its result (`_run_canary`).
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ ProcessT = TypeVar("ProcessT", bound=EngineProcess)
 
 
 class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
-    """The base of engines in processes of their own. `start` takes 15 to 60 s; `close` ends the processes."""
+    """The base of engines in separate processes. `start` takes 15 to 60 s; `close` ends the processes."""
 
     stream_pace = StreamPace()
-    """The tokens of many streams are polled (`add_so_far`): an output for each token of each stream would take the
-    engine and its readers longer than the sampling."""
+    """With many streams, tokens are polled (`add_so_far`): one output per token and stream would cost the engine
+    and its readers more time than sampling."""
 
     def __init__(self, config: ConfigT, process: ProcessT, weights: EngineWeights) -> None:
         self._config = config
@@ -101,48 +101,55 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     def is_usable(self) -> bool:
         return self._lifecycle.is_usable
 
-    # --- what an adapter says -----------------------------------------------------------------------------
+    # Methods of a subclass
 
     @abstractmethod
     async def came_up(self) -> EngineInfo:
-        """Finish the start after the processes and their weights are there. Returns the engine's fixed facts."""
+        """Finish the start after processes and weights are ready. Return the engine's constant properties."""
 
     async def prepared(self, request: GenerateRequest) -> Any:
-        """Do the slow preparations of a request, before the gate; the result goes to `admitted`."""
+        """Prepare a request before the gate, which may be slow; the result is passed to `admitted`."""
         return None
 
     @abstractmethod
     def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        """Iterate over a request's outputs, of which the last is whole. The first step hands the request to the
-        process, before any await; closing the iteration aborts it."""
+        """Iterate over the outputs of a request; without `is_streamed` the last output has all tokens.
+
+        The first step submits the request to the process before any await. Closing the iterator aborts the request.
+        """
 
     @abstractmethod
     def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
-        """Append an unfinished request's tokens beyond `sampled`, with versions; none if it has ended."""
+        """Append the tokens of a running request that `sampled` does not have yet, with their versions.
+
+        Append nothing if the request has ended.
+        """
 
     @abstractmethod
     def add_piece(self, sampled: SampledTokens, call: Call, output: Any) -> bool:
-        """Append the tokens of a stream's output, with versions. False if these come with the last output."""
+        """Append the tokens of one stream output. Return False if their versions arrive with the last output."""
 
     @abstractmethod
     def finished(self, call: Call, output: Any, sampled: SampledTokens) -> Generation:
-        """Make the request's generation from its last output and the stream's tokens `sampled`. `output` is None
-        for a request that was aborted before it reached the process."""
+        """Make the generation of a request from its last output and the tokens streamed so far, `sampled`.
+
+        `output` is None for a request that was aborted before it reached the process.
+        """
 
     @abstractmethod
     def translated(self, error: Exception) -> AgentLoopError:
-        """Translate one of the engine's errors to ours."""
+        """Convert an error of the engine's library to an agentloop error."""
 
     @abstractmethod
     def committed(self, version: int) -> None:
-        """Record that tokens sampled after the next resume are of `version`."""
+        """Record that tokens sampled after the next resume have weight version `version`."""
 
-    # --- life ---------------------------------------------------------------------------------------------
+    # Lifecycle
 
     async def start(self) -> None:
         """Start the engine. Raises CheckpointUnreadable for a bad model folder, EngineError if the start fails."""
         if self._lifecycle.phase is not EnginePhase.NEW:
-            raise Conflict("an engine is started once")
+            raise Conflict("the engine was already started: create a new engine to start again")
         await self._served_weights.check()
         try:
             await self._process.start()
@@ -163,19 +170,19 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self._lifecycle.require_alive()
         await self._process.check_health()
 
-    # --- requests -----------------------------------------------------------------------------------------
+    # Requests
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         self._lifecycle.require_alive()
-        raise UnsupportedParameter(f"the engine ({self.info.name}) takes no images", param="images")
+        raise UnsupportedParameter(f"this engine ({self.info.name}) does not support images", param="images")
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        told = SampledTokens(self._config.logprobs_mode)
+        reported = SampledTokens(self._config.logprobs_mode)
         with self._registered(request) as call:
 
             def tokens_from(start: int) -> Delta:
-                self.add_so_far(told, call)
-                return told.since(start)
+                self.add_so_far(reported, call)
+                return reported.since(start)
 
             with self._watched(request, on_progress, tokens_from, partial(self.abort, request.request_id)) as watch:
                 async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
@@ -198,8 +205,8 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     async def _stream_by_polling(
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
-        """Stream a request with one output at its end; its tokens are polled meanwhile."""
-        told, num_sent = SampledTokens(self._config.logprobs_mode), 0
+        """Stream a request that has one output at its end: poll its tokens until then."""
+        polled, num_sent = SampledTokens(self._config.logprobs_mode), 0
         with self._registered(request) as call, self._watched(request, on_progress) as watch:
             ending = asyncio.create_task(self._last_output(call), name="streamed request")
             try:
@@ -209,18 +216,18 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                     if ending.done():
                         break
                     await watch.in_time(self._lifecycle.until_output_released())
-                    self.add_so_far(told, call)
-                    if len(told) > num_sent:
-                        delta, num_sent = told.since(num_sent), len(told)
+                    self.add_so_far(polled, call)
+                    if len(polled) > num_sent:
+                        delta, num_sent = polled.since(num_sent), len(polled)
                         yield delta
                 output = ending.result()
             finally:
                 ending.cancel()
-                await asyncio.gather(ending, return_exceptions=True)  # it ends the request
-        whole = SampledTokens(self._config.logprobs_mode)
-        generation = self.finished(call, output, whole)
-        if len(whole) > num_sent:
-            yield whole.since(num_sent)
+                await asyncio.gather(ending, return_exceptions=True)  # the cancelled task aborts the request
+        sampled = SampledTokens(self._config.logprobs_mode)
+        generation = self.finished(call, output, sampled)
+        if len(sampled) > num_sent:
+            yield sampled.since(num_sent)
         yield watch.finished(generation)
 
     async def _last_output(self, call: Call) -> Any:
@@ -230,7 +237,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     async def _stream_each_output(
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
-        """Stream a request with a piece for each output of the process."""
+        """Stream a request with one delta for each output of the process."""
         sampled, num_sent, output = SampledTokens(self._config.logprobs_mode), 0, None
         with self._registered(request) as call, self._watched(request, on_progress) as watch:
             async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:
@@ -240,7 +247,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                         break
                     output = piece
                     if not self.add_piece(sampled, call, output) or len(sampled) == num_sent:
-                        continue  # the last piece has the spans of this one too
+                        continue  # the last output has the version spans of these tokens
                     delta, num_sent = sampled.since(num_sent), len(sampled)
                     yield delta
         yield watch.finished(self.finished(call, output, sampled))
@@ -268,13 +275,14 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             yield call
 
     async def _outputs(self, call: Call, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        """Take a call through the gate, and iterate over its outputs; none if it was aborted before.
+        """Pass the gate and iterate over the outputs of a call; there is no output if it was aborted before
+        admission.
 
-        Closing or cancelling the iteration aborts the request in the engine.
+        Closing or cancelling the iterator aborts the request in the engine.
         """
         prepared = await self.prepared(call.request)
         while await self._calls.pass_gate(call):
-            # Nothing is awaited from here until the engine has registered the request, so an abort cannot miss it.
+            # No await from here until the engine has registered the request, so that an abort cannot miss it.
             call.is_admitted, call.is_recalled = True, False
             try:
                 async with contextlib.aclosing(self.admitted(call, prepared, is_streamed=is_streamed)) as outputs:
@@ -291,10 +299,10 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                 raise (call.verdict or self.translated(error)) from error
             call.is_admitted = False
 
-    # --- pause and weights --------------------------------------------------------------------------------
+    # Pause
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
-        """As the port says. Raises DeadlineExceeded if a WAIT takes longer than `drain_timeout_s`."""
+        """Implement `Engine.pause`. Raises DeadlineExceeded if WAIT takes longer than `drain_timeout_s`."""
         lifecycle = self._lifecycle
         lifecycle.require_alive()
         if mode is not PauseMode.KEEP:
@@ -306,7 +314,10 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                 async with asyncio.timeout(self._config.drain_timeout_s):
                     await lifecycle.until_drained()
             except TimeoutError as error:
-                raise DeadlineExceeded("requests in flight did not end in time for a pause") from error
+                raise DeadlineExceeded(
+                    f"pause(WAIT): requests were still running after {self._config.drain_timeout_s:g} s; pause with"
+                    " ABORT or KEEP, or retry"
+                ) from error
         async with lifecycle.control:
             lifecycle.require_alive()
             await self._freeze(is_cache_cleared=kv_policy is KVPolicy.RECOMPUTE)
@@ -342,7 +353,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     # Canary check
 
     async def _run_canary(self, version: int, resume: Callable[[], Awaitable[None]]) -> float:
-        """Call `resume` with the canary check as the first request. Returns the seconds that the check took.
+        """Call `resume` with the canary request as the first request. Return the duration of the check in seconds.
 
         Raises WeightsRefused if the weights are broken, WeightUpdateFailed if the deadline passes.
         """
@@ -350,7 +361,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         deadline_s = canary_deadline_s(self._process.stats().slow_step_s)
         answering = asyncio.create_task(self._answer_canary(request), name="canary check")
         try:
-            await asyncio.sleep(0)  # the process gets the request before it resumes
+            await asyncio.sleep(0)  # let the task submit the canary request before the process resumes
             await resume()
             started_at = loop.time()
             try:
@@ -378,24 +389,24 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             await asyncio.gather(answering, return_exceptions=True)
 
     async def _answer_canary(self, request: GenerateRequest) -> Generation:
-        """Generate without the gate, which is shut."""
+        """Generate without passing the gate, which is closed."""
         call = Call(request)
         async with contextlib.aclosing(self.admitted(call, None, is_streamed=False)) as outputs:
             output = await anext(outputs, None)
             return self.finished(call, output, SampledTokens(self._config.logprobs_mode))
 
     async def _refuse(self) -> None:
-        """Refuse the new weights: end all requests, freeze, and drop all KV."""
+        """Refuse the new weights: end all requests, freeze the process, and drop all KV."""
         self._lifecycle.refuse()
-        await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
+        await self._calls.end_all(EngineUnusable("the engine's weights are in an unknown state"))
         await self._freeze_again(is_cache_cleared=True)
 
     async def _freeze_again(self, *, is_cache_cleared: bool) -> None:
-        with contextlib.suppress(AgentLoopError):  # the caller has an error already
+        with contextlib.suppress(AgentLoopError):  # the caller raises its own error
             await self._freeze(is_cache_cleared=is_cache_cleared)
             self._lifecycle.paused(KVPolicy.KEEP)
 
-    # --- weights ------------------------------------------------------------------------------------------
+    # Weights
 
     @property
     def weight_digest(self) -> str:
@@ -419,22 +430,22 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             lifecycle.check_commit(version, self._served_weights.staged_version)
             if resumes:
                 lifecycle.check_resume()
-            if lifecycle.is_output_held:  # no canary check of the last weights has passed
+            if lifecycle.is_output_held:  # the previous weights have not passed their canary check
                 await self._refuse()
             staged = self._served_weights.take_staged()
-            # A canary request that the process gets before the commit needs a served version.
+            # The combined call submits the canary request before the commit, which needs a served version.
             if resumes and lifecycle.version is not None and not staged[1].is_forced:
                 return await self._commit_and_resume(version, staged)
             report = await self._commit(version, staged)
             return replace(report, canary_ms=1e3 * await self._resume()) if resumes else report
 
     async def _commit_and_resume(self, version: int, staged: Staged) -> CommitReport:
-        """Commit and resume in one call of the process, which has the canary request by then."""
+        """Commit and resume in one call of the process, after the canary request was submitted."""
         report = CommitReport()
 
         async def commit() -> None:
             nonlocal report
-            self._lifecycle.begin_freeze()  # until the call returns, the process may have resumed
+            self._lifecycle.begin_freeze()  # if the call fails, the process may already have resumed
             report = await self._commit(version, staged, resumes=True)
             self._resumed()
 
@@ -452,15 +463,17 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                 report = await self._served_weights.commit(staged, resumes=resumes)
                 self.committed(version)
             return report
-        except BaseException as error:  # cancelled too: the weights are of unknown state
-            await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
+        except BaseException as error:  # after a cancellation, too, the weights are in an unknown state
+            await self._calls.end_all(EngineUnusable("the engine's weights are in an unknown state"))
             if isinstance(error, Exception):
                 raise WeightUpdateFailed(f"version {version}: {one_line(error)}") from error
             raise
 
     async def load_adapter(self, adapter: Adapter) -> StageReport:
         self._lifecycle.check_stage()
-        raise CheckpointUnreadable("this engine serves no adapters by name", param="name")
+        raise CheckpointUnreadable(
+            f"adapter {adapter.name!r} cannot be loaded: this engine does not serve adapters by name", param="name"
+        )
 
     async def unload_adapter(self, name: str) -> None:
         self._lifecycle.require_alive()
@@ -471,22 +484,24 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         return await self._served_weights.offer() if is_known and not self.asleep else None
 
     async def sleep(self, level: int) -> None:
-        """As the port says. Raises InvalidRequest for level 2 of an engine with adapters."""
+        """Implement `Engine.sleep`. Raises InvalidRequest for level 2 of an engine with adapters."""
         self._lifecycle.check_sleep(level, can_sleep=self._config.can_sleep)
         if level == 2 and self._config.lora_rank is not None:
             raise InvalidRequest(
-                "base weights are not pushed to an engine with adapters: use level 1", param="level"
+                "level 2 discards the base weights, which are not pushed to an engine with adapters: use level 1",
+                param="level",
             )
         try:
             await self.check_health()
-        except EngineLost:  # its processes have ended, and hold no memory
+        except EngineLost:  # the processes have exited and hold no memory
             return
         await self.pause(PauseMode.KEEP)
         async with self._lifecycle.control:
             if not self._lifecycle.has_to_sleep(level):
                 return
             if self.asleep and self._lifecycle.version is None:
-                # vLLM wakes as a whole before it sleeps again, and may take a step: none may use unknown weights.
+                # vLLM wakes all memory before it sleeps again and may run a step, which must not use unknown
+                # weights.
                 await self._refuse()
             await self._served_weights.release()
             await self._process.sleep(level, self.asleep)
@@ -496,14 +511,15 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         async with self._lifecycle.control:
             wanted = self._lifecycle.wakeable(tags)
             if wanted:
-                self._lifecycle.begin_canary()  # vLLM may take a step before it is paused again
+                self._lifecycle.begin_canary()  # vLLM may run a step before it is paused again
                 await self._process.wake(wanted)
                 self._lifecycle.woken(wanted)
 
-    # --- observation --------------------------------------------------------------------------------------
+    # Load report
 
     def load(self) -> Load:
-        """Return the load: the number of all requests is exact, that of the waiting ones as last reported."""
+        """Return the load. The total number of requests is exact; the number waiting is from the last
+        report's."""
         num_admitted, stats = self._calls.num_admitted, self._process.stats()
         num_queued = min(stats.num_waiting, num_admitted)
         num_held_tokens = self._calls.num_held_tokens if len(self._calls) > num_admitted else 0

@@ -1,8 +1,8 @@
-"""The weight updates of one engine: staged, committed, offered; the same for every engine.
+"""The weight updates of one engine: stage, commit, and offer as a transfer source. Shared by all engines.
 
-The bytes move in the engine's worker processes (`weight_transfer/staging.py`), which this object drives by
-remote calls (`WorkerMethod`). Each returns at once while decoding goes on, except a commit, which only comes while
-generation is paused. One stage at a time; a new one drops the update that the last one held.
+The engine's worker processes transfer the bytes (`weight_transfer/staging.py`); this module controls them by remote
+calls (`WorkerMethod`). A call returns immediately while decoding continues, except a commit, which requires a
+paused engine. There is one stage at a time, and a new one drops the update that was staged before.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from agentloop_servers.weight_transfer.worker_calls import (
     merge_stage_reports,
 )
 
-STAGE_POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
+STAGE_POLL_S = 0.02  # each poll costs the engine some tens of microseconds between two steps
 
 Staged: TypeAlias = tuple[int, WeightUpdate, tuple[FileStamp, ...]]
-"""The number that identifies a staged update in the workers, the update with its digest, and the stamps of an
-adapter's files, which the commit reads again."""
+"""A staged update: its number in the workers, the update with its digest, and the stamps of an adapter's files,
+which the commit reads again."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -70,12 +70,12 @@ class Workers(Protocol):
         """True from the start of the processes until their end."""
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a `WorkerMethod` in every worker, between two steps; results in the order of their ranks."""
+        """Call a `WorkerMethod` in every worker between two steps. Return the results in rank order."""
 
     async def commit(self, number: int, version: int, *, resumes: bool) -> list[bytes]:
-        """Commit stage `number` in all workers of the paused engine, and label its version.
+        """Commit stage `number` in all workers of the paused engine, and set the engine's version label.
 
-        With `resumes` also end the pause, unless a worker has failed. Returns the workers' reports.
+        With `resumes`, also end the pause, unless a worker has failed. Returns the workers' reports.
         """
 
     async def resume(self) -> None:
@@ -86,32 +86,32 @@ class Workers(Protocol):
 
 
 class ServedAdapter(Protocol):
-    """The LoRA adapter that an engine serves, over base weights that do not change."""
+    """The LoRA adapter that an engine serves, on top of constant base weights."""
 
     async def start(self) -> None:
         """Serve an adapter of zeros. Call before the first request. Raises EngineError."""
 
     @property
     def is_policy(self) -> bool:
-        """True if the one adapter is the policy; False if adapters are served by name."""
+        """True if the single adapter is the policy; False if adapters are served by name."""
 
     def check(self, directory: str) -> FolderContents:
-        """Check an adapter and read all of it. Blocks. Raises CheckpointUnreadable."""
+        """Validate an adapter and read all its bytes. Blocks. Raises CheckpointUnreadable."""
 
     async def commit(self, directory: str) -> CommitReport:
-        """Replace the served adapter, and verify the new one. After an error the adapter is of unknown state."""
+        """Replace the served adapter, and verify the new one. After an error the adapter is in an unknown state."""
 
     def close(self) -> None:
-        """Remove our files. Idempotent."""
+        """Remove temporary files. Idempotent."""
 
 
 async def no_label(version: int) -> None:
-    """Do nothing, in engines that keep no label of their weights."""
+    """Do nothing, for engines that do not store a version label."""
 
 
 @dataclass(frozen=True, slots=True)
 class _IncomingTransfer:
-    """The transfer of a trainer's group that is received as stage `number`, and its tensors so far."""
+    """A transfer from a trainer's group that is being received as stage `number`, and its tensors so far."""
 
     transfer_id: str
     number: int
@@ -120,7 +120,7 @@ class _IncomingTransfer:
 
 
 class EngineWeights:
-    """The updates of one engine. `label` is called with each new version, while nothing is sampled."""
+    """The weight updates of one engine. `label` is called with each new version, while no token is sampled."""
 
     def __init__(
         self,
@@ -135,11 +135,13 @@ class EngineWeights:
         self._adapter = adapter
         self._label = label
         self._form: ServedForm | None = None
-        self._committed: int | None = None  # the latest version
+        self._committed: int | None = None  # the latest committed version
         self._numbers = itertools.count(1)
         self._folders = FolderDigests()
-        self._loaded: FolderContents | None = None  # what the engine loads at its start
-        self.digest = ""  # of the weights that were committed last
+        self._loaded: FolderContents | None = (
+            None  # contents of the model folder that the engine loads at its start
+        )
+        self.digest = ""  # digest of the weights that were committed last
         self._staged: Staged | None = None
         self._transfer: _IncomingTransfer | None = None
         self._stage_lock = asyncio.Lock()
@@ -148,7 +150,7 @@ class EngineWeights:
         """Check the model folder. Call before the engine is started. Raises CheckpointUnreadable."""
         is_dummy = self._config.initial_version is None
         self._form = await asyncio.to_thread(ServedForm, self._config.model, is_dummy=is_dummy)
-        if not is_dummy:  # the engine then loads the files from the page cache
+        if not is_dummy:  # reading the files here also fills the page cache, from which the engine loads them
             self._loaded = await read_files(self._config.model)
 
     async def start(self) -> None:
@@ -167,12 +169,12 @@ class EngineWeights:
             self.digest = self._loaded.digest
 
     def close(self) -> None:
-        """Remove the adapter's files, if there are any. Idempotent; the engine may be gone."""
+        """Remove the adapter's temporary files, if any. Idempotent; the engine may have exited."""
         if self._adapter is not None:
             self._adapter.close()
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        """Receive and check `update` in all workers. Raises CheckpointUnreadable or EngineError."""
+        """Receive and validate `update` in all workers. Raises CheckpointUnreadable or EngineError."""
         if update.is_probe:
             directory = update.adapter or update.directory or ""
             contents = self._folders.get(directory) or (await self._read(update))[1]
@@ -185,7 +187,7 @@ class EngineWeights:
             elif update.adapter is not None:
                 if self._adapter is not None and not self._adapter.is_policy:
                     raise CheckpointUnreadable(
-                        "this engine serves adapters by name: push it under one", param="adapter"
+                        "this engine serves adapters by name: push the adapter with a name", param="adapter"
                     )
                 number, (_, contents) = next(self._numbers), await self._read(update)
                 stamps = contents.stamps
@@ -197,7 +199,10 @@ class EngineWeights:
             return report
 
     async def follow_trainer(self, order: TrainerOrder) -> None:
-        """Join a trainer's group, receive a part, or leave. Raises CheckpointUnreadable or EngineError."""
+        """Join a trainer's process group, receive a part of a transfer, or leave the group.
+
+        Raises CheckpointUnreadable or EngineError.
+        """
         match order:
             case GroupInit():
                 await self._workers.on_workers(WorkerMethod.FOLLOW, codec.encode(order))
@@ -211,26 +216,26 @@ class EngineWeights:
 
     @property
     def staged_version(self) -> int | None:
-        """The version of the staged update; None while nothing is staged."""
+        """The version of the staged update; None if no update is staged."""
         return None if self._staged is None else self._staged[1].version
 
     def take_staged(self) -> Staged:
-        """Take the staged update out, for its commit: later stages do not drop it."""
+        """Remove and return the staged update for its commit, so that later stages do not drop it."""
         if self._staged is None:
-            raise InvariantBroken("nothing is staged")
+            raise InvariantBroken("no update is staged")
         staged, self._staged = self._staged, None
         return staged
 
     async def commit(self, staged: Staged, *, resumes: bool = False) -> CommitReport:
-        """Swap in a staged update, and label its version; the engine must be paused, and with `resumes` is resumed.
+        """Swap in a staged update and set the version label. The engine must be paused; `resumes` also resumes it.
 
-        After an error the weights are of unknown state, and the engine may be resumed.
+        After an error the weights are in an unknown state, and the engine may be running.
         """
         number, update, stamps = staged
         version, self.digest = update.version, ""
         async with asyncio.timeout(self._config.commit_timeout_s):
             if self._committed is not None and version <= self._committed:
-                # KV under this version's salt, or that of a version in between, may be of other weights.
+                # A version that is not new: KV with its salt, or with a salt in between, may be of other weights.
                 await self._workers.clear_cache()
             if update.adapter is not None and self._adapter is not None:
                 report = await self._adapter.commit(update.adapter)
@@ -246,7 +251,10 @@ class EngineWeights:
         return report
 
     async def offer(self) -> PushSource | None:
-        """Offer the workers' parameters to an equal engine; None if they cannot be sent. Their version is known."""
+        """Offer the workers' parameters as a transfer source for an equal engine; None if they cannot be sent.
+
+        The version of the weights must be known.
+        """
         if self._adapter is not None:
             return None
         token = secrets.token_hex(16)
@@ -257,7 +265,7 @@ class EngineWeights:
         return replace(
             pushes[0],
             addresses=tuple(push.addresses[0] for push in pushes),
-            certificates=tuple(one for push in pushes for one in push.certificates),
+            certificates=tuple(certificate for push in pushes for certificate in push.certificates),
         )
 
     async def release(self) -> None:
@@ -266,24 +274,25 @@ class EngineWeights:
             self._staged = self._transfer = None
             await self._workers.on_workers(WorkerMethod.RELEASE)
 
-    # --- inside ---
-
     def _served_form(self) -> ServedForm:
         if self._form is None:
             raise EngineError("the engine is not started")
         return self._form
 
     async def _read(self, update: WeightUpdate) -> tuple[tuple[TensorInfo, ...], FolderContents]:
-        """Check and read a folder of weights, or of an adapter, whose tensors are not returned.
+        """Validate and read a folder of weights or of an adapter. Return its tensors (none for an adapter) and
+        contents.
 
-        Raises CheckpointUnreadable, also for another digest than the update's.
+        Raises CheckpointUnreadable, also if the digest differs from the update's.
         """
         directory = update.adapter or update.directory or ""
         tensors: tuple[TensorInfo, ...] = ()
         if update.adapter is None:
             tensors, contents = await asyncio.to_thread(self._served_form().check_directory, directory)
         elif self._adapter is None:
-            raise CheckpointUnreadable("this engine takes no adapters: set engine.lora_rank", param="adapter")
+            raise CheckpointUnreadable(
+                "this engine does not support adapters: set engine.lora_rank", param="adapter"
+            )
         else:
             contents = await asyncio.to_thread(self._adapter.check, directory)
         self._folders.add(directory, contents)
@@ -291,7 +300,7 @@ class EngineWeights:
         return tensors, contents
 
     async def _order(self, number: int, update: WeightUpdate) -> tuple[StageOrder, FolderContents | None]:
-        """Check an update against the served model, and make the workers' order of it."""
+        """Validate an update against the served model, and make the workers' order from it."""
         form = self._served_form()
         if self._adapter is not None:
             raise CheckpointUnreadable("this engine serves adapters: push an adapter, not weights", param="adapter")
@@ -299,7 +308,9 @@ class EngineWeights:
             tensors, contents = await self._read(update)
             return StageOrder(number, folder=CheckedFolder(update.directory, tensors)), contents
         if update.push is None:
-            raise InvalidRequest("an update without a source", param="directory")
+            raise InvalidRequest(
+                "the update has no source: give a directory, a push, a transfer or an adapter", param="directory"
+            )
         has_names = update.push.names is TensorNames.CHECKPOINT
         if has_names:
             form.check_push(update.push.tensors)
@@ -311,19 +322,21 @@ class EngineWeights:
         async with self._dropping(number), self._in_time(param):
             await self._workers.on_workers(WorkerMethod.STAGE, codec.encode(order))
             report = _merged(await self._polled(WorkerMethod.POLL, number, _is_held, param))
-            if contents is None:  # a peer sends what it holds under this digest
+            if contents is None:  # if a peer sends the weights, the update has the digest that the peer holds
                 return replace(report, digest=update.digest or report.digest)
-            check_unchanged(update.directory or "", contents.stamps)  # while the workers read it
+            check_unchanged(update.directory or "", contents.stamps)  # the files may change while the workers read
             return replace(report, digest=contents.digest)
 
     async def _receive_part(self, part: TransferPart) -> None:
-        """Check and receive a part; the first one begins the stage."""
+        """Validate and receive a part of a transfer. The first part starts the stage."""
         transfer = self._transfer
         if transfer is None or transfer.transfer_id != part.transfer_id:
             transfer = _IncomingTransfer(part.transfer_id, next(self._numbers))
             self._staged = self._transfer = None
             if self._adapter is not None:
-                raise CheckpointUnreadable("this engine serves adapters, and takes no weights of a trainer's group")
+                raise CheckpointUnreadable(
+                    "this engine serves adapters: push an adapter, not the weights of a trainer's group"
+                )
             form = self._served_form()
             order = StageOrder(transfer.number, transfer=form.tensors or part.tensors, is_tied=form.is_tied)
             await self._workers.on_workers(WorkerMethod.STAGE, codec.encode(order))
@@ -338,9 +351,12 @@ class EngineWeights:
         self._transfer = replace(transfer, num_parts=num_parts)
 
     async def _end_transfer(self, transfer_id: str, transfer: _IncomingTransfer | None) -> tuple[int, StageReport]:
-        """Check that all tensors have come, and finish the stage of a transfer."""
+        """Check that all tensors have arrived, and finish the stage of a transfer."""
         if transfer is None or transfer.transfer_id != transfer_id:
-            raise CheckpointUnreadable("nothing of this transfer has come whole", param="update_info")
+            raise CheckpointUnreadable(
+                f"no complete part of transfer {transfer_id!r} has arrived: send all parts again",
+                param="update_info",
+            )
         async with self._dropping(transfer.number), self._in_time("update_info"):
             self._served_form().check_push(tuple(transfer.tensors.values()))
             await self._workers.on_workers(WorkerMethod.FOLLOW, codec.encode(TransferPart("", ())))
@@ -350,7 +366,8 @@ class EngineWeights:
     async def _polled(
         self, method: WorkerMethod, of: int | str, is_reached: Callable[[StageProgress], bool], param: str
     ) -> list[StageProgress]:
-        """Poll all workers until each has reached it. Raises CheckpointUnreadable for one that has failed."""
+        """Poll all workers until `is_reached` is true for each. Raises CheckpointUnreadable if a worker has
+        failed."""
         while True:
             answers = await self._workers.on_workers(method, of)
             stages = [codec.decode(answer, StageProgress) for answer in answers]
@@ -367,8 +384,8 @@ class EngineWeights:
             async with asyncio.timeout(self._config.stage_timeout_s):
                 yield
         except TimeoutError as error:
-            waited = f"not received within {self._config.stage_timeout_s:g} s"
-            raise CheckpointUnreadable(waited, param=param) from error
+            problem = f"the weights were not received within {self._config.stage_timeout_s:g} s"
+            raise CheckpointUnreadable(problem, param=param) from error
 
     @contextlib.asynccontextmanager
     async def _dropping(self, number: int) -> AsyncIterator[None]:
@@ -381,7 +398,7 @@ class EngineWeights:
             raise
 
     async def _drop(self, number: int) -> None:
-        """Drop a stage in all workers. The deadline is short, because a hung engine must not keep the lock."""
+        """Drop a stage in all workers. The timeout is short, because a hung engine must not hold the stage lock."""
         try:
             async with asyncio.timeout(self._config.control_timeout_s):
                 await self._workers.on_workers(WorkerMethod.DROP, number)

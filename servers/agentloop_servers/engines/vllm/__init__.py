@@ -1,1 +1,1 @@
-"""The vLLM engine behind the Engine port."""
+"""The adapter that implements the Engine interface with vLLM."""

@@ -1,4 +1,4 @@
-"""The setup of one vLLM engine: its configuration, its environment, and vLLM's arguments made from them."""
+"""The configuration of one vLLM engine, its environment variables, and its vLLM arguments."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """The part of one host in an engine over several. Host 0 has the scheduler and the first ranks."""
+    """One host's share of an engine that spans several hosts. Host 0 has the scheduler and the first ranks."""
 
     num_hosts: int
-    number: int
-    address: str  # of this host
-    meeting_host: str  # the address of host 0, and its port, where all ranks meet
+    number: int  # node rank
+    address: str  # address of this host
+    meeting_host: str  # address of host 0: the rendezvous of all ranks
     meeting_port: int
 
 
 @dataclass(frozen=True, slots=True)
 class Speculative:
-    """Draft tokens in a step, as `engine_config.SpeculativeSettings` says."""
+    """Draft tokens per step; see `engine_config.SpeculativeSettings`."""
 
     num_tokens: int
     max_running: int
@@ -38,44 +38,47 @@ class Speculative:
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig(ProcessEngineConfig):
-    """The configuration of one vLLM engine. On CPU it needs `kv_cache_memory_bytes`, and is always eager."""
+    """The configuration of one vLLM engine. On CPU, `kv_cache_memory_bytes` is required and the engine is eager."""
 
-    device: str = "cpu"  # "cpu" or "cuda": which build of vLLM is installed
+    device: str = "cpu"  # "cpu" or "cuda": must match the installed build of vLLM
     block_size: int = 32  # on CPU a multiple of 32
     data_parallel_size: int = 1
-    max_loras: int | None = None  # adapters by name, beside the base; None: one adapter is the policy
+    max_loras: int | None = (
+        None  # adapters served by name, in addition to the base; None: one adapter is the policy
+    )
     num_threads: int = 1  # CPU only
-    max_step_tokens: int = 2048  # on a GPU: decodes and prefill together
-    max_graph_tokens: int = 512  # of a step that runs as a CUDA graph; larger ones are launched kernel by kernel
+    max_step_tokens: int = 2048  # on a GPU: decode and prefill tokens of a step
+    max_graph_tokens: int = 512  # largest step that runs as a CUDA graph; larger steps launch each kernel
     speculative: Speculative | None = None
-    has_metrics: bool = False  # vLLM's own, in the process's registry of prometheus_client
+    has_metrics: bool = False  # export vLLM's own metrics in the process's prometheus_client registry
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
     share: HostShare | None = None  # None: the engine is on one host
 
     def __post_init__(self) -> None:
-        ProcessEngineConfig.__post_init__(self)  # `super()` does not know a dataclass with slots
+        ProcessEngineConfig.__post_init__(self)  # `super()` does not work in a dataclass with slots
         if self.device == "cpu" and self.block_size % 32:
-            raise ValueError(f"block_size on CPU is a multiple of 32, not {self.block_size}")
+            raise ValueError(f"block_size on CPU must be a multiple of 32, not {self.block_size}")
         if self.device == "cpu" and self.kv_cache_memory_bytes is None:
-            # vLLM would reserve a share of all memory, 92 % unless told otherwise.
-            raise ValueError("kv_cache_memory_bytes is required on CPU")
+            # By default vLLM would reserve 92 % of all memory.
+            raise ValueError("kv_cache_memory_bytes is required on CPU: set the size of the KV cache in bytes")
 
     @property
     def features(self) -> frozenset[Feature]:
-        """With drafts fewer: on a GPU vLLM 0.32 then samples what a grammar forbids, and ends the request."""
+        """The features of the engine that its configuration determines."""
         features = configured_features(can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy)
         if self.speculative is None:
             return features
+        # With drafts on a GPU, vLLM 0.32 samples tokens that the grammar forbids, and then ends the request.
         return features - NOT_SPECULATIVE - (frozenset() if self.device == "cpu" else CONSTRAINTS)
 
     @property
     def has_vision(self) -> bool:
-        """True if the model's configuration names a part that reads images."""
+        """True if the model's configuration has a vision encoder."""
         path = Path(self.model) / "config.json"
         try:
             return "vision_config" in json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return False  # vLLM says what is wrong with it
+            return False  # vLLM reports the problem when it loads the model
 
     @property
     def num_workers(self) -> int:
@@ -84,33 +87,36 @@ class VllmConfig(ProcessEngineConfig):
 
     @property
     def num_lora_slots(self) -> int:
-        """The adapters that a worker holds. By name as many older versions have a slot: no call waits for one."""
+        """The number of LoRA slots of a worker. Adapters served by name have twice as many, so that running calls
+        can finish under the previous versions and no call waits for a slot."""
         return 1 if self.max_loras is None else 2 * self.max_loras
 
 
 def prepare_environment(config: VllmConfig) -> None:
-    """Set the environment variables that vLLM reads and the user has not set. Call before its first import."""
+    """Set the environment variables of vLLM that the user has not set. Call before the first import of vLLM."""
     wanted = {
-        "VLLM_NO_USAGE_STATS": "1",  # no calls home
-        "HF_HUB_OFFLINE": "1",  # models are folders
-        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings of every start would bury ours
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "3",  # then a worker that is closing is killed; it holds no state
-        "VLLM_HOST_IP": "127.0.0.1",  # its internal sockets stay on loopback; all workers are on this host
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork copies our threads' locks in whatever state they are
+        "VLLM_NO_USAGE_STATS": "1",  # no telemetry
+        "HF_HUB_OFFLINE": "1",  # models are local folders
+        "VLLM_LOGGING_LEVEL": "ERROR",  # the warnings of each start would hide ours
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "3",  # a closing worker is then killed; it holds no state
+        "VLLM_HOST_IP": "127.0.0.1",  # internal sockets stay on loopback; all workers are on this host
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy locks that our threads hold
     }
     if config.logprobs_mode is not LogprobsMode.SAMPLED:
-        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the one that `raw_logprobs.py` fits
+        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `raw_logprobs.py` supports only the first generation
     if config.traces_url is not None:
         wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     if config.batch_invariant:
         wanted["VLLM_BATCH_INVARIANT"] = "1"
     if config.device == "cpu":
         wanted |= {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put all replicas of a host on the same cores
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin all replicas of a host to the same cores
             "OMP_NUM_THREADS": str(config.num_threads),
         }
     if config.share is not None:
-        os.environ["VLLM_HOST_IP"] = config.share.address  # a user's may be of another network
+        os.environ["VLLM_HOST_IP"] = (
+            config.share.address
+        )  # overrides the user's value, which may be another network's
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
@@ -124,7 +130,7 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         "model": config.model,
         "load_format": config.load_format,
         "dtype": config.dtype,
-        # Its plain `fp8` is for checkpoints that are quantised already.
+        # vLLM's own `fp8` is for checkpoints that are already quantized.
         "quantization": "fp8_per_tensor" if config.quantization == "fp8" else config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": config.max_model_len,
@@ -133,19 +139,19 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         **_parallel_arguments(config),
         "seed": config.seed,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-        # A compiled graph keeps the packed weights it was traced with: on CPU an update would not reach it.
+        # On CPU a compiled graph keeps the packed weights it was traced with, so an update would have no effect.
         "enforce_eager": config.enforce_eager or is_cpu,
         # Token ids in, token ids out: the tokenizer is for constraints only.
         "skip_tokenizer_init": not config.can_constrain,
-        # Left to "auto", vLLM 0.32 picks a backend a request and then uses the first one's for all.
+        # With "auto", vLLM 0.32 selects a backend per request but then uses the first request's for all.
         "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
         "generation_config": "vllm",  # the model folder's sampling defaults must not apply
-        # Under the distribution that was sampled from; raw ones are put beside them (`raw_logprobs.py`).
+        # Logprobs under the sampling distribution; `raw_logprobs.py` adds the raw ones.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "worker_extension_cls": config.worker_extension,
         "use_tqdm_on_load": False,
-        "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics
+        "disable_log_stats": True,  # no periodic log lines; our stat logger still receives the statistics
         "enable_log_requests": False,
     }
     if config.traces_url is not None:
@@ -153,7 +159,7 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
     if config.has_vision:
         arguments |= {
             "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
-            "mm_processor_cache_gb": 0,  # `images.py` has its own, and says why
+            "mm_processor_cache_gb": 0,  # `images.py` has its own cache and documents the reason
         }
     if config.can_sleep:
         arguments["enable_sleep_mode"] = True
@@ -168,7 +174,7 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
             "max_cpu_loras": num_slots,
         }
     if is_cpu:
-        # A seeded request with a prefill in chunks kills vLLM 0.32's CPU worker ("Generator does not use offset").
+        # A seeded request with chunked prefill crashes vLLM 0.32's CPU worker ("Generator does not use offset").
         arguments["enable_chunked_prefill"] = False
     else:
         arguments |= _gpu_arguments(config)
@@ -179,7 +185,7 @@ def _scheduler_arguments(config: VllmConfig) -> dict[str, Any]:
     return {
         "scheduler_cls": SCHEDULER,
         "scheduling_policy": config.scheduling_policy,
-        "max_num_seqs": config.max_num_seqs + 1,  # the slot of the canary check
+        "max_num_seqs": config.max_num_seqs + 1,  # one slot is reserved for the canary check
         "max_num_active_seqs": config.max_num_seqs,
     }
 
@@ -187,7 +193,7 @@ def _scheduler_arguments(config: VllmConfig) -> dict[str, Any]:
 def _speculative_arguments(config: VllmConfig, speculative: Speculative) -> dict[str, Any]:
     num_tokens, most = speculative.num_tokens, speculative.max_running
     arguments: dict[str, Any] = {
-        # With `ngram` on a GPU, vLLM schedules no step while another runs.
+        # With `ngram` on a GPU, vLLM disables asynchronous scheduling: no step is scheduled while another runs.
         "method": "ngram" if config.device == "cpu" else "ngram_gpu",
         "num_speculative_tokens": num_tokens,
         "prompt_lookup_min": 2,
@@ -211,10 +217,8 @@ def _gpu_arguments(config: VllmConfig) -> dict[str, Any]:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Return the step sizes, in tokens, to capture as CUDA graphs; a step is padded to the next size.
-
-    vLLM's own distances of 8 and 16, but wider ones above 1,024, where steps are rare: half the captures at 2,048.
-    """
+    """Return the step sizes, in tokens, to capture as CUDA graphs. A step is padded to the next size."""
+    # vLLM's own intervals of 8 and 16, but 64 above 1,024, where steps are rare: half the captures at 2,048.
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 1024, 16), *range(1024, most, 64), most}
     return sorted(size for size in sizes if size <= most)
 
@@ -226,7 +230,7 @@ def _parallel_arguments(config: VllmConfig) -> dict[str, Any]:
     if config.expert_parallel:
         arguments["enable_expert_parallel"] = True
     if config.num_workers > 1:
-        # Under Ray, vLLM would choose its Ray executor by itself.
+        # Inside a Ray actor, vLLM would select its Ray executor automatically.
         arguments["distributed_executor_backend"] = "mp"
     if config.share is not None:
         arguments |= {

@@ -1,4 +1,4 @@
-"""Our requests as vLLM's, vLLM's outputs and errors as ours. Values only: no state, nothing awaited."""
+"""Conversion of requests to vLLM's types, and of vLLM's outputs and errors to agentloop's. Pure functions."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from agentloop_servers.engines.common.constraints import structural_tag
 from agentloop_servers.engines.common.process import one_line
 
 RAW_TOKEN_ID = -1
-"""The id under which a raw logprob travels, beside that of the sampled token: vLLM merges what has one id."""
+"""The token id of a raw logprob's entry. It differs from the sampled token's id, because vLLM merges entries with
+equal ids."""
 
 
 def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: int) -> None:
     """Append the tokens of one vLLM CompletionOutput; `stamp` sets their versions.
 
-    Raises MalformedEngineResponse if its logprobs are not those of its tokens.
+    Raises MalformedEngineResponse if its logprobs do not belong to its tokens.
     """
     token_ids, flat = list(completion.token_ids), completion.logprobs
     if not token_ids:
@@ -50,11 +51,11 @@ def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: in
     has_one_each = num_own == 1 and not num_top_logprobs
     starts = range(len(token_ids)) if has_one_each or flat is None else flat.start_indices
     if flat is None or [flat.token_ids[start] for start in starts] != token_ids:
-        raise MalformedEngineResponse("vLLM's logprobs are not those of its tokens")
+        raise MalformedEngineResponse("vLLM returned logprobs whose token ids differ from the sampled tokens")
     raw_logprobs: list[float] = []
     if num_own == 2:
         if any(flat.token_ids[start + 1] != RAW_TOKEN_ID for start in starts):
-            raise MalformedEngineResponse("vLLM's logprobs have no raw ones beside them")
+            raise MalformedEngineResponse("vLLM returned a position without its raw logprob")
         raw_logprobs = [flat.logprobs[start + 1] for start in starts]
     tops: TopLogprobs = ()
     if num_top_logprobs:
@@ -64,9 +65,10 @@ def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: in
 
 
 def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest, version: int | None = None) -> None:
-    """Append an unfinished request's tokens beyond `sampled`, with versions; none if it has ended.
+    """Append the tokens of a running request that `sampled` does not have yet, with their versions.
 
-    They are read from vLLM's own record of the request, which it outputs only at the end.
+    Append nothing if the request has ended. The tokens are read from vLLM's internal request state, because vLLM
+    outputs them only at the end.
     """
     processor, start = llm.output_processor, len(sampled)
     for internal_id in processor.external_req_ids.get(request.request_id, ()):
@@ -81,22 +83,28 @@ def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest, versi
 def _alternatives(
     flat: Any, start: int, end: int, num_top_logprobs: int, num_own: int
 ) -> tuple[tuple[int, float], ...]:
-    """Return the alternatives at one position of vLLM's FlatLogprobs.
+    """Return the alternatives at one position of vLLM's FlatLogprobs: pairs (token id, logprob), the likeliest
+    first.
 
-    It has `num_own` entries of the sampled token, then the likeliest ones; these lack it if vLLM has merged pieces.
+    A position has `num_own` entries for the sampled token, followed by the most likely tokens.
     """
-    places = list(range(start + num_own, end))
-    if len(places) < num_top_logprobs:
-        places.append(start)
-    places.sort(key=flat.ranks.__getitem__)
-    # What sampling excludes (top-k, top-p, a constraint) has a logprob of minus infinity.
+    entries = list(range(start + num_own, end))
+    # When vLLM merges outputs, entries with equal ids become one: a sampled token that is also one of the most
+    # likely then has only its first entry.
+    if len(entries) < num_top_logprobs:
+        entries.append(start)
+    entries.sort(key=flat.ranks.__getitem__)
+    # Tokens that sampling excludes (top-k, top-p, a constraint) have a logprob of minus infinity: omit them.
     return tuple(
-        (flat.token_ids[place], flat.logprobs[place]) for place in places if flat.logprobs[place] > LOGPROB_SENTINEL
+        (flat.token_ids[entry], flat.logprobs[entry])
+        for entry in entries
+        if flat.logprobs[entry] > LOGPROB_SENTINEL
     )
 
 
 def stamp(sampled: SampledTokens, spans: tuple[WeightVersionSpan, ...]) -> None:
-    """Set the versions of all tokens so far. Raises MalformedEngineResponse if the spans do not tile them."""
+    """Set the weight versions of all tokens so far. Raises MalformedEngineResponse unless the spans tile the
+    tokens."""
     try:
         sampled.set_spans(spans)
     except InvariantBroken as error:
@@ -112,26 +120,28 @@ def sampling_params(
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED,
     can_bias: bool = True,
 ) -> Any:
-    """Make vLLM's SamplingParams, which stop at `stop_token_ids` only. `eos_token_id`: the tokenizer's.
+    """Convert to vLLM's SamplingParams, which stop at `stop_token_ids` only. `eos_token_id` is the tokenizer's.
 
-    Raises UnsupportedParameter for a constraint that only a bias keeps from ending without a stop.
+    Raises UnsupportedParameter if a constraint would need a logit bias and `can_bias` is False.
     """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
     constraint, bias = sampling.constraint, dict(sampling.logit_bias)
     if constraint is not None and eos_token_id is not None and eos_token_id not in sampling.stop_token_ids:
-        # vLLM lets it end a constraint all the same; it would not end the request, and anything could follow it.
+        # vLLM's grammar always allows the end-of-sequence token at its end. That token would not stop the request,
+        # and any token could follow it, so a bias excludes it.
         if not can_bias:
             raise UnsupportedParameter(
-                f"with speculative a constraint needs the tokenizer's end, {eos_token_id}, in stop_token_ids",
+                "with speculative decoding a constraint requires the tokenizer's end-of-sequence token"
+                f" {eos_token_id} in stop_token_ids, not {list(sampling.stop_token_ids)[:8]}",
                 param="stop_token_ids",
             )
         bias[eos_token_id] = -MAX_BIAS
 
     return VllmSamplingParams(
         max_tokens=max_tokens,
-        # vLLM bans the tokenizer's end for as long too; without stop tokens nothing is to be banned.
+        # vLLM also bans the end-of-sequence token up to min_tokens; without stop tokens nothing must be banned.
         min_tokens=min(sampling.min_tokens, max_tokens) if sampling.stop_token_ids else 0,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -145,19 +155,19 @@ def sampling_params(
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=bias or None,
         structured_outputs=structured_outputs(constraint) if constraint is not None else None,
-        # 0: the sampled token's only. A raw one takes the place of an alternative (`raw_logprobs.py`).
+        # 0 returns the sampled token only. A raw logprob replaces one alternative (`raw_logprobs.py`).
         logprobs=sampling.num_top_logprobs + (logprobs_mode is LogprobsMode.BOTH),
         flat_logprobs=True,
         detokenize=False,
-        # One final output costs the front end about half of what a stream of deltas does.
+        # One final output costs the front end about half as much as a stream of deltas.
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
     )
 
 
 def scoring_params(sampling: SamplingParams, *, reads_cache: bool) -> Any:
-    """Make vLLM's SamplingParams that score a prompt: its plain log-softmax, and one token that is left out.
+    """Make vLLM's SamplingParams to score a prompt by its plain log-softmax. The one sampled token is discarded.
 
-    With `reads_cache` what the prefix cache has of the prompt is not scored.
+    With `reads_cache`, tokens that are in the prefix cache are not scored.
     """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
@@ -175,7 +185,7 @@ def scoring_params(sampling: SamplingParams, *, reads_cache: bool) -> Any:
 
 
 def structured_outputs(constraint: Constraint) -> Any:
-    """Make vLLM's form of a constraint."""
+    """Convert a constraint to vLLM's StructuredOutputsParams."""
     from vllm.sampling_params import StructuredOutputsParams
 
     tag = structural_tag(constraint)
@@ -183,9 +193,10 @@ def structured_outputs(constraint: Constraint) -> Any:
 
 
 def tokens_prompt(request: GenerateRequest, kv_version: int | None, shown: Any = None) -> Any:
-    """Make a rendered prompt, which vLLM takes without a detour over a thread; its salt is the KV version.
+    """Make a rendered prompt, which vLLM accepts without another thread. Its cache salt is the KV version.
 
-    `shown` is the prompt of a request with images, whose encodings are cached by name: names have the version too.
+    `shown` is the prompt of a request with images. Image encodings are cached by name, so the names include the
+    version.
     """
     from vllm.inputs import tokens_input
 
@@ -200,7 +211,7 @@ def spans_from_starts(
 ) -> tuple[WeightVersionSpan, ...]:
     """Make spans that tile `[0, end)` from vLLM's pairs (version label, first token).
 
-    The labels are of the base weights; `version` is that of the call's adapter, and takes their place.
+    The labels are versions of the base weights. `version`, the version of the call's adapter, replaces them.
     """
     if version is not None:
         return (WeightVersionSpan(version, 0, end),) if end else ()
@@ -210,10 +221,13 @@ def spans_from_starts(
 
 
 def finish_reason(request: GenerateRequest, completion: Any) -> FinishReason:
-    """Translate vLLM's reason for a generation's end. Raises EngineError for any other."""
+    """Convert vLLM's finish reason. Raises EngineError for an unknown one."""
     reason = completion.finish_reason
     if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"request {request.request_id}: vLLM ended it with {reason!r}")
+        raise EngineError(
+            f"request {request.request_id}: unknown vLLM finish reason {reason!r}, expected 'stop', 'length' or"
+            " 'abort'"
+        )
     return FinishReason(reason)
 
 
@@ -226,10 +240,11 @@ def final_spans(completion: Any, version: int | None = None) -> tuple[WeightVers
 def spans_so_far(
     llm: Any, request_id: str, output: Any, num_tokens: int, version: int | None = None
 ) -> tuple[WeightVersionSpan, ...] | None:
-    """Return the version spans of a streamed request's first `num_tokens` tokens; None if vLLM has dropped it.
+    """Return the version spans of a streamed request's first `num_tokens` tokens; None if vLLM no longer has the
+    request.
 
-    vLLM outputs spans only at the end, so its own record is read: the engine's present version may be newer than
-    a piece that waited to be read.
+    vLLM outputs spans only at the end, so they are read from its internal request state. The engine's current
+    version would be wrong for an output that was sampled before an update and read after it.
     """
     if output.finished:
         return final_spans(output.outputs[0], version)
@@ -241,25 +256,25 @@ def spans_so_far(
 
 
 def is_unbegun(llm: Any, request_id: str) -> bool:
-    """Tell if vLLM has a request and has output no token of it."""
+    """Return True if vLLM has a request and has not output a token of it."""
     processor = llm.output_processor
     states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
     return bool(states) and all(state is not None and state.is_prefilling for state in states)
 
 
 def add_scores(sampled: SampledTokens, request: GenerateRequest, output: Any, version: int | None = None) -> None:
-    """Append the scores of a finished request's prompt, under the version of its last step.
+    """Append the scores of a finished request's prompt, with the weight version of its last step.
 
-    Raises MalformedEngineResponse if they are not those of its tokens.
+    Raises MalformedEngineResponse if the scores do not belong to its tokens.
     """
     start, num_tops = request.sampling.score_from or 0, request.sampling.num_top_logprobs
     token_ids, flat = request.token_ids[start:], output.prompt_logprobs
     spans = final_spans(output.outputs[0], version)
     if output.outputs[0].finish_reason != "length" or flat is None or not spans:
-        return  # it was aborted
+        return  # aborted
     starts, ends = flat.start_indices[-len(token_ids) :], flat.end_indices[-len(token_ids) :]
     if tuple(flat.token_ids[at] for at in starts) != token_ids:
-        raise MalformedEngineResponse("vLLM's prompt logprobs are not those of the prompt")
+        raise MalformedEngineResponse("vLLM returned prompt logprobs whose token ids differ from the prompt")
     tops: TopLogprobs = ()
     if num_tops:
         tops = tuple(map(_alternatives, repeat(flat), starts, ends, repeat(num_tops), repeat(1)))
@@ -272,7 +287,7 @@ def to_generation(
 ) -> Generation:
     """Make the Generation of a finished vLLM RequestOutput; `sampled` has its tokens.
 
-    `output` is None for a request that was aborted before vLLM saw it.
+    `output` is None for a request that was aborted before it reached vLLM.
     """
     if output is None:
         return sampled.generation(request.request_id, FinishReason.ABORT, load=load)
@@ -282,7 +297,7 @@ def to_generation(
     generation = sampled.generation(
         request.request_id,
         finish_reason(request, completion),
-        # A request that was preempted and prefilled again reports that prefill's hits, past its prompt too.
+        # After a preemption vLLM reports the cache hits of the repeated prefill, which can exceed the prompt.
         cached_tokens=min(output.num_cached_tokens or 0, len(request.token_ids)),
         load=load,
     )
@@ -293,14 +308,14 @@ def to_generation(
 
 
 def translate(error: Exception) -> AgentLoopError:
-    """Translate an error of vLLM to ours."""
+    """Convert an error of vLLM to an agentloop error."""
     from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if isinstance(error, AgentLoopError):
         return error
     if isinstance(error, EngineDeadError):
-        return EngineLost("the vLLM engine process is gone")
+        return EngineLost("the vLLM engine process has exited")
     if isinstance(error, RetryableRequestError):
         return EnginePaused(one_line(error))
     if isinstance(error, VLLMClientError):

@@ -1,10 +1,11 @@
-"""Verification of drafts: the half that runs inside vLLM's worker processes.
+"""Fixes for the verification of draft tokens, installed in vLLM's worker processes.
 
-Two faults of vLLM 0.32's first generation of model runners are mended here:
+Two bugs in the first generation of vLLM 0.32's model runners are fixed here:
 
-- On a CPU each draft gets its request's temperature, top-k and top-p by a kernel that writes into a copy of its
-  output. Samples are then under whatever the memory held, and vLLM says nothing.
-- A step without any draft ends the engine if a request in it has a top-k.
+- On CPU, a kernel distributes each request's temperature, top-k and top-p to its drafts but writes them to a copy
+  of
+  its output. Drafts are then sampled with uninitialized parameters, without an error.
+- A step without drafts crashes the engine if one of its requests has a top-k.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 
 def install(model_runner: Any, _: str) -> None:
-    """Mend the worker's rejection sampler. Call once, after its start."""
+    """Patch the worker's rejection sampler. Call once, after the worker's start."""
     from vllm.v1.sample import rejection_sampler
 
     if model_runner.device.type == "cpu":
@@ -31,6 +32,6 @@ def install(model_runner: Any, _: str) -> None:
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Repeat each request's value for its tokens, with `replace_to` in place of `replace_from`."""
+    """Repeat each request's value for each of its tokens, and replace `replace_from` with `replace_to`."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.where(x != replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)

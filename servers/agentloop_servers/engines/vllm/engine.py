@@ -1,8 +1,9 @@
-"""The Engine port over vLLM's AsyncLLM (0.32 and 0.33), on CPU and CUDA.
+"""The Engine interface over vLLM's AsyncLLM (0.32 and 0.33), on CPU and CUDA.
 
-The engine proper is a process that AsyncLLM starts; this object is its only client and lives on one event loop.
-What vLLM leaves to its caller is done in `engines/common/engine.py`. vLLM itself is only ever paused in mode
-"keep"; its version label is `str(version)` and changes only in a pause."""
+AsyncLLM starts the engine process. This object is its only client and lives on one event loop. vLLM is only paused
+in mode "keep"; `engines/common/engine.py` implements the other modes. vLLM's version label is `str(version)` and
+changes only during a pause.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         return await self._images.tokens(images)
 
     async def prepared(self, request: GenerateRequest) -> Any:
-        """Return the prompt of a request with images."""
+        """Return vLLM's prompt for a request with images, otherwise None."""
         return None if self._images is None else await self._images.prompt(request)
 
     async def load_adapter(self, adapter: Adapter) -> StageReport:
@@ -82,9 +83,9 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         self, call: Call, prepared: Any, lora_request: Any, *, is_streamed: bool
     ) -> AsyncGenerator[Any, None]:
         request = call.request
-        asked = None if request.adapter else request.kv_version
-        kv_version = self._lifecycle.kv_version(asked, self._lifecycle.require_usable())
-        is_traced = request.traceparent and self._config.traces_url is not None  # else vLLM would warn of it
+        requested = None if request.adapter else request.kv_version
+        kv_version = self._lifecycle.kv_version(requested, self._lifecycle.require_usable())
+        is_traced = request.traceparent and self._config.traces_url is not None  # vLLM warns if tracing is off
         generate = partial(
             self._process.llm.generate,
             values.tokens_prompt(request, kv_version, prepared),
@@ -107,12 +108,12 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         return outputs
 
     async def _scores(self, request: GenerateRequest, generate: Callable[..., Any]) -> AsyncGenerator[Any, None]:
-        """Score behind what the prefix cache has of the prompt, or without it if it has tokens to be scored."""
+        """Score a prompt with the prefix cache, or without it if the cache contains tokens that must be scored."""
         sampling, start = request.sampling, request.sampling.score_from or 0
-        found = [output async for output in generate(values.scoring_params(sampling, reads_cache=True))]
-        if found and (found[-1].num_cached_tokens or 0) >= start:
-            found = [output async for output in generate(values.scoring_params(sampling, reads_cache=False))]
-        for output in found:
+        outputs = [output async for output in generate(values.scoring_params(sampling, reads_cache=True))]
+        if outputs and (outputs[-1].num_cached_tokens or 0) >= start:
+            outputs = [output async for output in generate(values.scoring_params(sampling, reads_cache=False))]
+        for output in outputs:
             yield output
 
     def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
@@ -142,4 +143,4 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         return values.translate(error)
 
     def committed(self, version: int) -> None:
-        """Do nothing: vLLM has the label."""
+        """Do nothing: vLLM stores the version label itself."""

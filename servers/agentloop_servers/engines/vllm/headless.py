@@ -1,11 +1,11 @@
-"""One host's part of a vLLM engine over several: `python -m agentloop_servers.engines.vllm.headless CONFIG`.
+"""One host's part of a vLLM engine that spans hosts: `python -m agentloop_servers.engines.vllm.headless CONFIG`.
 
-It does what `vllm serve --headless` does: vLLM's executor without a scheduler, whose workers obey that of host 0.
-It ends when a worker has ended.
+Like `vllm serve --headless`, it runs vLLM's executor without a scheduler; host 0's scheduler controls its workers.
+It exits when a worker exits.
 
-Start it as the leader of a process group, with a pipe on stdin. A guard in the group ends the group when the pipe
-ends, so when the process at its other end does: a worker that waits for a lost host within a collective call does
-not notice. The guard is a child, because Ray kills the direct children of its actors.
+Start it as the leader of a process group, with a pipe on stdin. A guard process in the group kills the group when
+the pipe closes, that is when the parent exits: a worker that waits for a lost host in a collective operation would
+not detect this. The guard is a grandchild of the parent, because Ray kills the direct children of its actors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GRACE_S = 3.0
 
 
 def command(config: VllmConfig) -> list[str]:
-    """Return the command of this process."""
+    """Return the command that starts this process."""
     return [sys.executable, "-m", __name__, base64.b64encode(codec.encode(config)).decode()]
 
 
@@ -40,11 +40,11 @@ def main() -> None:
 
     vllm_config = AsyncEngineArgs(**engine_arguments(config)).create_engine_config(headless=True)
     MultiprocExecutor(vllm_config, monitor_workers=False).start_worker_monitor(inline=True)
-    sys.exit("a worker has ended")
+    sys.exit("a vLLM worker on this host has exited")
 
 
 def guard() -> NoReturn:
-    """End the process group once stdin ends."""
+    """Kill the process group when stdin closes."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGTERM)

@@ -1,12 +1,12 @@
-"""Images for vLLM: each is processed alone, by the model's own processor, and placed by our spans.
+"""Images for vLLM: the model's processor processes each image alone, and the request's spans set its position.
 
-vLLM's own way looks for placeholders in the prompt and puts images' tokens there. A policy can sample one,
-and would so move every later image; and a sampled id must not become others. Here the processor gets a placeholder
-alone: its result is the tokens of the image at any place. Requests come with those tokens in place, and are checked
-against them.
+vLLM itself searches the prompt for placeholder tokens and inserts the image tokens there. A policy can sample a
+placeholder, which would shift all later images and change a sampled id. Here the processor gets a single
+placeholder, and its result is the image's tokens, independent of position. Requests already contain these tokens,
+which are checked.
 
-vLLM's caches of processed images are off. They mirror one another in two processes, in the order in which requests
-enter; requests wait here at a gate, and may be aborted before they enter.
+vLLM's own caches of processed images are off: two processes keep mirrored caches that require the same order of
+requests, but requests wait at the gate here and may be aborted before they reach the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentloop.types import GenerateRequest
 from agentloop_servers.engines.common.process import one_line
 
 MAX_PROCESSED_BYTES = 1 << 30
-"""The bound on the bytes of processed images: about 20 times those of their files."""
+"""The size limit of the cache of processed images, which take about 20 times the bytes of their files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Processed:
 
 
 class VllmImages:
-    """The cache of an engine's processed images, least recently used ones dropped; on one event loop."""
+    """An LRU cache of an engine's processed images, on one event loop."""
 
     def __init__(self, llm: Any) -> None:
         """`llm` is a started AsyncLLM."""
@@ -46,7 +46,7 @@ class VllmImages:
 
     @property
     def takes_images(self) -> bool:
-        """True if the model has a placeholder of one token for an image."""
+        """True if the model has a single-token placeholder for an image."""
         return self._placeholder is not None
 
     async def tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
@@ -56,7 +56,7 @@ class VllmImages:
     async def prompt(self, request: GenerateRequest) -> Any:
         """Make vLLM's prompt with the request's images; None for a request without images.
 
-        Raises InvalidRequest if the tokens of a span are not those of its image.
+        Raises InvalidRequest if the tokens of a span differ from the tokens of its image.
         """
         if not request.images:
             return None
@@ -66,43 +66,45 @@ class VllmImages:
         data = {image.sha256: image for image in request.image_data}
         processed = {name: await self._process(image) for name, image in data.items()}
         shown = [processed[span.sha256] for span in request.images]
-        for span, one in zip(request.images, shown, strict=True):
-            if request.token_ids[span.start : span.end] != one.tokens.token_ids:
+        for span, image in zip(request.images, shown, strict=True):
+            if request.token_ids[span.start : span.end] != image.tokens.token_ids:
                 raise InvalidRequest(
-                    f"tokens [{span.start}, {span.end}) are not those of the image {span.sha256}", param="images"
+                    f"tokens [{span.start}, {span.end}) are not the tokens of image {span.sha256}: use the tokens"
+                    " that the engine returned for it",
+                    param="images",
                 )
         places = [
-            replace(one.places, offset=span.start + one.places.offset)
-            for span, one in zip(request.images, shown, strict=True)
+            replace(image.places, offset=span.start + image.places.offset)
+            for span, image in zip(request.images, shown, strict=True)
         ]
         return mm_input(
             list(request.token_ids),
-            MultiModalKwargsItems({"image": [one.model_input for one in shown]}),
+            MultiModalKwargsItems({"image": [image.model_input for image in shown]}),
             {"image": [span.sha256 for span in request.images]},
             {"image": places},
         )
 
     async def _process(self, image: Image) -> _Processed:
         if self._placeholder is None:
-            raise UnsupportedParameter("this model takes no images", param="images")
-        if (found := self._processed.get(image.sha256)) is not None:
+            raise UnsupportedParameter("this model does not support images", param="images")
+        if (cached := self._processed.get(image.sha256)) is not None:
             self._processed.move_to_end(image.sha256)
-            return found
+            return cached
         try:
-            made = await self._make(image, self._placeholder)
+            processed = await self._make(image, self._placeholder)
         except InvalidRequest:
             raise
-        except Exception as error:  # Pillow, transformers and vLLM each have their own ways to refuse a picture
+        except Exception as error:  # Pillow, transformers and vLLM raise different exceptions for invalid images
             raise InvalidRequest(
-                f"the image cannot be shown to the model: {one_line(error)}", param="images"
+                f"the model's processor cannot process the image: {one_line(error)}", param="images"
             ) from error
         if image.sha256 not in self._processed:
-            self._processed[image.sha256] = made
-            self._num_bytes += made.num_bytes
+            self._processed[image.sha256] = processed
+            self._num_bytes += processed.num_bytes
         while self._num_bytes > MAX_PROCESSED_BYTES:
             _, dropped = self._processed.popitem(last=False)
             self._num_bytes -= dropped.num_bytes
-        return made
+        return processed
 
     async def _make(self, image: Image, placeholder: int) -> _Processed:
         from vllm.inputs import TokensPrompt
@@ -115,17 +117,20 @@ class VllmImages:
             multi_modal_data={"image": [picture]},
             multi_modal_uuids={"image": [image.sha256]},
         )
-        (made,) = await self._llm.renderer.render_cmpl_async([alone], skip_mm_cache=True)
-        ((places,), (model_input,)) = made["mm_placeholders"]["image"], made["mm_kwargs"]["image"]
+        (rendered,) = await self._llm.renderer.render_cmpl_async([alone], skip_mm_cache=True)
+        ((places,), (model_input,)) = rendered["mm_placeholders"]["image"], rendered["mm_kwargs"]["image"]
         max_embeds = self._llm.input_processor.mm_encoder_cache_size
         if places.get_num_embeds() > max_embeds:
-            raise InvalidRequest(f"an image of more than {max_embeds} tokens, which is all that is held at a time")
-        tokens = ImageTokens(placeholder, tuple(made["prompt_token_ids"]))
+            raise InvalidRequest(
+                f"the image has {places.get_num_embeds()} tokens: the engine's encoder cache holds {max_embeds};"
+                " send a smaller image"
+            )
+        tokens = ImageTokens(placeholder, tuple(rendered["prompt_token_ids"]))
         return _Processed(tokens, model_input, places, MultiModalCache.get_item_size(model_input))
 
 
 def _placeholder_of(llm: Any) -> int | None:
-    """Return the token that a chat template writes for an image; None if the model has none."""
+    """Return the token that the chat template inserts for an image; None if the model does not support images."""
     if not llm.model_config.supports_multimodal_inputs or llm.renderer.tokenizer is None:
         return None
     processor = llm.renderer.get_mm_processor()

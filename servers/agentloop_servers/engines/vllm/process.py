@@ -1,4 +1,4 @@
-"""The vLLM process behind an engine: AsyncLLM and its statistics, started and ended as one."""
+"""The vLLM process of an engine: the lifecycle, control calls and statistics of AsyncLLM."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from agentloop.values.capabilities import Feature
 from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line, slow_step_s
 from agentloop_servers.engines.common.versions import require_driven
+from agentloop_servers.engines.vllm import step_logprobs
 from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
 from agentloop_servers.engines.vllm.scheduler import COMMIT_AND_RESUME
@@ -30,27 +31,27 @@ from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod, a
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
 PROMPT_WINDOWS = "agentloop_servers.engines.vllm.prompt_windows:install"
 DRAFTS = "agentloop_servers.engines.vllm.drafts:install"
-FP8_CAPABILITY = 89  # of CUDA devices: Ada and later
-WINDOW_TOKENS = 256  # of a prompt whose logits exist at once
+FP8_CAPABILITY = 89  # minimum CUDA compute capability: Ada
+WINDOW_TOKENS = 256  # prompt tokens whose logits are in memory at once
 
 _IMPORT_LOCK = threading.Lock()
 
-_LOST_CHECK_S = 1.0  # of a start, whose processes may come after the loss
-EXIT_TIMEOUT_S = 15.0  # then it is killed; an interpreter with torch loaded takes seconds to leave on busy cores
+_LOST_CHECK_S = 1.0  # interval of the check during a start: a process may be created after its host was lost
+EXIT_TIMEOUT_S = 15.0  # then the process is killed; with torch loaded, an exit takes seconds on busy cores
 
 
 class SchedulerStats:
-    """A vLLM stat logger that keeps the latest figures. They do not change while vLLM is idle or paused."""
+    """A vLLM stat logger that stores the latest statistics. They do not change while vLLM is idle or paused."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._last_step_at: float | None = None  # None: no request ran, or the engine was paused
+        self._last_step_at: float | None = None  # None: no request was running, or the engine was paused
         self.slow_step_s = 0.0
         self.num_waiting = 0
-        self.kv_cache_usage = 0.0  # share of the blocks that requests hold
-        self.num_steps = 0  # that sampled, or prefilled a chunk
-        self.num_sampled_tokens = 0  # so far, as the following
-        self.num_preemptions = 0  # each known with the next token of its request
+        self.kv_cache_usage = 0.0  # fraction of the blocks that requests hold
+        self.num_steps = 0  # steps that sampled or prefilled
+        self.num_sampled_tokens = 0  # total
+        self.num_preemptions = 0  # total; counted with the next token of the preempted request
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
         if iteration_stats is not None:
@@ -66,7 +67,7 @@ class SchedulerStats:
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
 
     def paused(self) -> None:
-        """Leave the time of a pause out of the next step."""
+        """Exclude the duration of a pause from the next step."""
         self._last_step_at = None
 
     def log_engine_initialized(self) -> None: ...
@@ -75,42 +76,46 @@ class SchedulerStats:
 
 
 def vllm_call(action: str, timeout_s: float | None = None) -> AbstractAsyncContextManager[None]:
-    """Run a call to vLLM under a deadline, and translate its errors to ours."""
+    """Run a call to vLLM with a timeout, and convert its errors to agentloop errors."""
     return engine_call("vLLM", translate, action, timeout_s)
 
 
 class OtherHosts(Protocol):
-    """The hosts of an engine beside this process's."""
+    """The other hosts of an engine that spans hosts."""
 
     async def start(self, on_lost: Callable[[str], None]) -> HostShare:
-        """Start the parts of the engine there, and return the share of this host.
+        """Start the engine's parts on the other hosts, and return the share of this host.
 
-        They come up once this host's part is there too. `on_lost` gets a sentence when one has ended.
+        The parts finish their start after this host's part has started. `on_lost` is called with a message when a
+        part has exited.
         """
 
     async def close(self) -> None:
-        """End the parts. Idempotent."""
+        """Stop the parts. Idempotent."""
 
 
 class VllmProcess:
-    """One AsyncLLM (`llm`, valid after `start`), which is its engine process's only client."""
+    """One AsyncLLM (`llm`, valid after `start`), the only client of its engine process."""
 
     def __init__(self, config: VllmConfig, other_hosts: OtherHosts | None = None) -> None:
         self._config = config
         self._other_hosts = other_hosts
-        self._lost: str | None = None  # the end of another host's part
+        self._lost: str | None = None  # the message of `on_lost`, after another host's part has exited
         self.llm: Any = None
         self.scheduler_stats = SchedulerStats()
-        self._num_blocks_tokens = 0  # of its KV cache
+        self._num_blocks_tokens = 0  # KV cache capacity in tokens
 
     async def start(self) -> None:
-        """Start vLLM. Raises EngineError if it does not come up; then, or if cancelled, nothing is left behind."""
+        """Start vLLM. Raises EngineError if it does not start; then, and if cancelled, no process is left
+        behind."""
         if self._other_hosts is not None:
             self._config = replace(self._config, share=await self._other_hosts.start(self._lose))
         construction = asyncio.create_task(self._constructed())
         try:
             self.llm = await asyncio.shield(construction)
-            await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
+            await (
+                self.llm.get_supported_tasks()
+            )  # fills vLLM's cache, so that the first request does not wait for it
             await self.on_workers(WorkerMethod.EXTEND_RUNNER, PROMPT_WINDOWS, str(WINDOW_TOKENS))
             if self._config.speculative is not None:
                 await self.on_workers(WorkerMethod.EXTEND_RUNNER, DRAFTS, "")
@@ -118,7 +123,7 @@ class VllmProcess:
                 await self.on_workers(WorkerMethod.EXTEND_RUNNER, RAW_LOGPROBS, self._config.logprobs_mode.value)
         except BaseException as error:
             if self.llm is None:
-                # The thread cannot be stopped, and what it starts must not outlive us.
+                # The thread cannot be stopped. Wait for it, to stop the processes that it starts.
                 with contextlib.suppress(Exception):
                     self.llm = await construction
             await self.close()
@@ -127,7 +132,7 @@ class VllmProcess:
             raise
 
     async def _constructed(self) -> Any:
-        """Construct vLLM in a thread, so that the loop (health checks, other tasks) goes on meanwhile."""
+        """Construct vLLM in a thread, so that the event loop (health checks, other tasks) is not blocked."""
         construction = asyncio.create_task(asyncio.to_thread(self._construct))
         while not construction.done():
             await asyncio.wait([construction], timeout=_LOST_CHECK_S)
@@ -136,7 +141,7 @@ class VllmProcess:
         return construction.result()
 
     def _lose(self, because: str) -> None:
-        """End the engine: its ranks would wait for those of the lost host, and its requests with them."""
+        """Kill the engine: its ranks, and so its requests, would wait for the lost host's ranks forever."""
         self._lost = because
         _kill_engines()
 
@@ -151,19 +156,19 @@ class VllmProcess:
         llm, self.llm = self.llm, None
         if llm is not None:
             if llm.output_handler is not None:
-                # Before its sockets go, or it reports a dead engine.
+                # Cancel it before its sockets are closed: it would report a dead engine.
                 llm.output_handler.cancel()
                 await asyncio.wait([llm.output_handler])
             await asyncio.to_thread(llm.shutdown, EXIT_TIMEOUT_S)
-            await asyncio.sleep(0)  # the shutdown closes its sockets from a callback of this loop
-            llm.engine_core.resources.ctx.destroy(linger=0)  # which it leaves open
-            # Its destructor shuts it down once more, and fails where the interpreter has ended by then.
+            await asyncio.sleep(0)  # the shutdown closes its sockets in a callback of this loop
+            llm.engine_core.resources.ctx.destroy(linger=0)  # the shutdown leaves the ZeroMQ context open
+            # vLLM's destructor shuts down again, which fails during interpreter exit.
             llm.shutdown = lambda *_: None
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a `WorkerMethod` in every worker; results in the order of their ranks.
+        """Call a `WorkerMethod` in every worker. Return the results in rank order.
 
-        Arguments and results are strings, numbers and codec bytes. Raises our errors.
+        Arguments and results are strings, numbers and codec bytes. Raises agentloop errors.
         """
         async with vllm_call(method):
             call = self.llm.engine_core.call_utility_all_async
@@ -173,19 +178,19 @@ class VllmProcess:
 
     @property
     def is_up(self) -> bool:
-        """True from the end of `start` until `close`."""
+        """True from the end of `start` until `close`, so that calls to the workers are possible."""
         return self.llm is not None
 
     async def commit(self, number: int, version: int, *, resumes: bool) -> list[bytes]:
-        """Commit stage `number` in all workers of the paused engine, and label its version.
+        """Commit stage `number` in all workers of the paused engine, and set vLLM's version label.
 
-        With `resumes` also end the pause, unless a worker has failed. Returns the workers' reports.
+        With `resumes`, also end the pause, unless a worker has failed. Returns the workers' reports.
         """
         if resumes and self._config.data_parallel_size == 1:
             async with vllm_call("commit"):
                 results = await self.llm.engine_core.call_utility_async(COMMIT_AND_RESUME, number, str(version))
             return answers_of([answer for answer, _ in results], [error for _, error in results])
-        # Of several engine processes none may resume before all have committed.
+        # With several engine processes, none may resume before all have committed.
         answers = await self.on_workers(WorkerMethod.COMMIT, number)
         await self.label(version)
         if resumes:
@@ -193,7 +198,7 @@ class VllmProcess:
         return answers
 
     async def label(self, version: int) -> None:
-        """Label every token that is sampled from now on with this weight version."""
+        """Set the weight version label of all tokens sampled from now on."""
         await self.llm.update_weight_version(str(version))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -210,12 +215,10 @@ class VllmProcess:
             await self.llm.check_health()
 
     async def pause(self, *, is_cache_cleared: bool) -> None:
-        """Freeze vLLM between two tokens; returns once no step is under way.
-
-        vLLM's `pause_generation` does the same and sleeps 20 ms for the order of events, which labels do not need:
-        they are put on each step's outputs by the engine process.
-        """
+        """Freeze vLLM between two tokens; returns when no step is running."""
         async with vllm_call("pause", self._config.control_timeout_s):
+            # vLLM's `pause_generation` also sleeps 20 ms to order events. Version labels do not need that order:
+            # the engine process attaches them to the outputs of each step.
             await self.llm.engine_core.pause_scheduler_async("keep", is_cache_cleared)
         self.scheduler_stats.paused()
 
@@ -232,18 +235,19 @@ class VllmProcess:
 
     async def sleep(self, level: int, asleep: frozenset[MemoryTag]) -> None:
         async with vllm_call("sleep", self._config.commit_timeout_s):
-            if asleep:  # vLLM only falls asleep as a whole
+            if asleep:  # vLLM can only release all memory at once, so wake the rest first
                 await self.llm.wake_up(sorted(tag.value for tag in asleep))
             await self.llm.sleep(level=level, mode="keep")
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """Take memory back. With all memory awake vLLM takes a step or two before the pause that follows here."""
+        """Allocate released memory again, and stay paused."""
         async with vllm_call("wake", self._config.commit_timeout_s):
+            # When all memory is awake, vLLM resumes and may run a step or two before this pause.
             if await self.llm.wake_up(sorted(tag.value for tag in tags)):
                 await self.pause(is_cache_cleared=False)
 
     def stats(self) -> EngineStats:
-        """Return the latest figures. Those of vLLM do not change while it is idle or paused."""
+        """Return the latest statistics. vLLM does not update them while it is idle or paused."""
         stats = self.scheduler_stats
         return EngineStats(
             num_waiting=stats.num_waiting,
@@ -262,10 +266,10 @@ class VllmProcess:
         return eos_token_id
 
     def describe(self) -> EngineInfo:
-        """Make the engine's fixed facts."""
+        """Return the engine's constant properties."""
         config = self.llm.vllm_config
         block_size, num_ranks = config.cache_config.block_size, self._config.data_parallel_size
-        # vLLM counts one rank's, and keeps a block of each for itself.
+        # vLLM reports the blocks of one rank, of which it reserves one (the null block).
         self._num_blocks_tokens = (config.cache_config.num_gpu_blocks - 1) * block_size * num_ranks
         return EngineInfo(
             name="vllm",
@@ -286,29 +290,35 @@ class VllmProcess:
 
     def _construct(self) -> Any:
         prepare_environment(self._config)
-        # What vLLM and torch say of their own imports. The filters are the process's, so one thread at a time.
+        # Suppress the warnings of vLLM's and torch's imports. The filters are process-wide, so one thread at a
+        # time.
         with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
             require_driven("vllm", allow_untested=self._config.allow_untested)
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             if self._config.can_constrain:
-                importlib.import_module("xgrammar")  # here, because the first constraint's trial has a deadline
+                importlib.import_module(
+                    "xgrammar"
+                )  # import now, because the first constraint's trial has a timeout
             arguments = AsyncEngineArgs(**engine_arguments(self._config))
             from vllm.platforms import current_platform
             from vllm.v1.metrics.loggers import PrometheusStatLogger
         is_fp8_device = self._config.device == "cpu" or current_platform.has_device_capability(FP8_CAPABILITY)
         if self._config.quantization is not None and not is_fp8_device:
             raise UnsupportedParameter(
-                f"{current_platform.get_device_name()} computes no FP8: leave engine.quantization out",
+                f"{current_platform.get_device_name()} does not support FP8 (compute capability"
+                f" {FP8_CAPABILITY / 10:g} or later): remove engine.quantization",
                 param="quantization",
             )
         loggers = [lambda *_: self.scheduler_stats, *([PrometheusStatLogger] if self._config.has_metrics else [])]
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+        llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+        step_logprobs.install(llm)
+        return llm
 
 
 def _kill_engines() -> None:
-    """Kill this process's engines and all processes below them, which may hang within a collective call."""
+    """Kill this process's engines and their descendants, which may hang in a collective operation."""
     for engine in multiprocessing.active_children():
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in [*psutil.Process(engine.pid).children(recursive=True), engine]:

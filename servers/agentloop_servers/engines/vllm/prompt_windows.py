@@ -1,8 +1,8 @@
-"""Scores of prompts in bounded memory: the half that runs inside vLLM's worker processes.
+"""Prompt scores in bounded memory, installed in vLLM's worker processes.
 
-vLLM 0.32's first generation of model runners makes the logits of all tokens that a step has of a request's prompt
-at once, and their float32 log-softmax beside them: 2 * 4 bytes * vocabulary * tokens. Here they exist for a window
-of tokens at a time. The second generation has windows of its own, of 1,024 tokens.
+The first generation of vLLM 0.32's model runners computes the logits of all prompt tokens of a step at once, plus
+their float32 log-softmax: 2 * 4 bytes * vocabulary size * tokens. This patch computes them for one window of tokens
+at a time. The second generation has its own windows of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 
 def install(model_runner: Any, window_tokens: str) -> None:
-    """Make a worker's model runner score prompts by windows of so many tokens. Call once, after its start."""
+    """Make a worker's model runner score prompts in windows of `window_tokens`. Call once, after the worker's
+    start."""
     at_once = getattr(model_runner, "_get_prompt_logprobs_dict", None)
     if at_once is not None:
         model_runner._get_prompt_logprobs_dict = partial(
@@ -23,8 +24,8 @@ def install(model_runner: Any, window_tokens: str) -> None:
 
 
 class _ByWindows:
-    """A model runner as `_get_prompt_logprobs_dict` sees it: model and sampler, which hands on hidden states until
-    it gathers from their logits."""
+    """Replaces the model runner, its model and its sampler for `_get_prompt_logprobs_dict`: passes hidden states on
+    unchanged, and computes logits only in `gather_logprobs`, window by window."""
 
     def __init__(self, model_runner: Any, window_tokens: int) -> None:
         self._model_runner = model_runner
@@ -43,7 +44,7 @@ class _ByWindows:
     def gather_logprobs(
         self, hidden_states: torch.Tensor, num_top: int, token_ids: torch.Tensor
     ) -> tuple[Any, ...]:
-        """Return ids, logprobs and ranks of all windows, as the sampler does of one."""
+        """Return ids, logprobs and ranks of all windows, in the sampler's format."""
         model, sampler, size = self._model_runner.model, self._model_runner.sampler, self._window_tokens
         windows = [
             sampler.gather_logprobs(sampler.compute_logprobs(model.compute_logits(hidden)), num_top, ids)

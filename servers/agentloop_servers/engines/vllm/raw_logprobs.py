@@ -1,16 +1,15 @@
-"""Raw logprobs from the pass that samples: the half that runs inside vLLM's worker processes.
+"""Raw logprobs from the sampling pass, installed in vLLM's worker processes.
 
-vLLM 0.32 has one `logprobs_mode` for an engine, and its raw modes read the logits after a grammar's mask, which are
-not the model's own in a forced call. So vLLM runs in mode "processed_logprobs", and two things are put into its
-model runner:
+vLLM 0.32 has one `logprobs_mode` per engine, and its raw modes read the logits after the grammar mask, so they are
+not the model's own in constrained decoding. vLLM therefore runs with "processed_logprobs", and its model runner is
+patched:
 
-- the model's `compute_logits` keeps a copy of what it returns, which nothing has touched yet;
-- the sampler's output is completed from that copy: the row's log-softmax at the id that was sampled.
+- `compute_logits` keeps an unmodified copy of its result, one batch of logits, until the sampling that follows;
+- the sampler's output gets the log-softmax of that copy at the sampled id.
 
-The copy is one batch of logits, and lives from the forward pass to the sampling that follows it. With speculative
-decoding the rejection sampler samples: a request has a row of logits for each draft and one more, and each of its
-tokens, whether accepted, recovered or bonus, is under the row of its place. This is the first generation of model
-runners, which `config.py` asks for; the second is refused at the start.
+With speculative decoding the rejection sampler has one row of logits per draft plus one, and each token (accepted,
+recovered or bonus) uses the row of its position. Only the first generation of model runners is supported;
+`config.py` selects it, and `install` rejects the second.
 """
 
 from __future__ import annotations
@@ -26,16 +25,19 @@ from agentloop_servers.engines.vllm.convert import RAW_TOKEN_ID
 
 
 def install(model_runner: Any, mode: str) -> None:
-    """Make a worker's model runner return raw logprobs. Call once, after its start.
+    """Make a worker's model runner return raw logprobs. Call once, after the worker's start.
 
-    `mode` is a `LogprobsMode`: BOTH puts each position's raw logprob second, under the id `RAW_TOKEN_ID`, in place
-    of the last alternative; RAW replaces vLLM's logprobs and alternatives by raw ones. Raises UnsupportedParameter
-    for an unknown kind of runner.
+    `mode` is a `LogprobsMode`. BOTH inserts each position's raw logprob as the second entry, with the id
+    `RAW_TOKEN_ID`, and drops the last alternative. RAW replaces vLLM's logprobs and alternatives with raw ones.
+    Raises UnsupportedParameter for an unsupported class of model runner.
     """
     has_drafts = model_runner.speculative_config is not None
     sampler = getattr(model_runner, "rejection_sampler" if has_drafts else "sampler", None)
     if not isinstance(sampler, torch.nn.Module):
-        raise UnsupportedParameter(f"no raw logprobs with {type(model_runner).__name__}", param="logprobs_mode")
+        raise UnsupportedParameter(
+            f"raw logprobs are not supported with vLLM's model runner {type(model_runner).__name__}",
+            param="logprobs_mode",
+        )
     model, kept = model_runner.get_model(), _Kept(LogprobsMode(mode))
     compute_logits = model.compute_logits
 
@@ -60,13 +62,13 @@ class _Kept:
         self._logits: torch.Tensor | None = None
 
     def keep(self, logits: torch.Tensor | None) -> None:
-        """Copy the logits: masks, biases and penalties are written into the originals."""
+        """Copy the logits, because masks, biases and penalties are applied to the originals in place."""
         self._logits = None if logits is None else logits.clone()
 
     def complete(self, output: Any, row_ends: torch.Tensor | None = None) -> Any:
-        """Add raw logprobs to a sampler's output, if that has logprobs.
+        """Add raw logprobs to a sampler's output, if the output has logprobs.
 
-        Each request has a row of logits, or with drafts those up to its one of `row_ends`.
+        Each request has one row of logits; with drafts, `row_ends` has the end of each request's rows.
         """
         logits, self._logits = self._logits, None
         tensors, sampled = output.logprobs_tensors, output.sampled_token_ids
@@ -75,7 +77,10 @@ class _Kept:
         if logits is not None and row_ends is not None:
             logits, sampled = _of_places(logits, sampled, row_ends)
         if logits is None or len(logits) != len(sampled) or sampled.shape[1] != 1:
-            raise InvariantBroken("tokens were sampled from other logits than those that were kept")
+            raise InvariantBroken(
+                "the copied logits do not match the sampled tokens: shape"
+                f" {None if logits is None else tuple(logits.shape)} for sampled ids {tuple(sampled.shape)}"
+            )
         complete = with_raw if self._mode is LogprobsMode.BOTH else only_raw
         return dataclasses.replace(output, logprobs_tensors=complete(tensors, logits, sampled.long()))
 
@@ -83,9 +88,10 @@ class _Kept:
 def _of_places(
     logits: torch.Tensor, sampled: torch.Tensor, row_ends: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of each place in `sampled` `[n, places]`, and its id, as the rejection sampler orders them.
+    """Return the logits and the id of each position in `sampled` `[n, positions]`, in the rejection sampler's
+    order.
 
-    Places without a token have the id -1, and some row: vLLM drops what is made of them.
+    A position without a token has the id -1 and an arbitrary row of logits; vLLM discards its result.
     """
     starts = torch.cat((torch.zeros_like(row_ends[:1]), row_ends[:-1]))
     rows = starts[:, None] + torch.arange(sampled.shape[1], device=starts.device)
@@ -93,9 +99,10 @@ def _of_places(
 
 
 def with_raw(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) -> Any:
-    """Put the raw logprob second in vLLM's LogprobsTensors `[n, 1 + k]`, and drop the last alternative.
+    """Insert the raw logprob as the second entry of vLLM's LogprobsTensors `[n, 1 + k]`, and drop the last
+    alternative.
 
-    `logits` are `[n, vocabulary]`, `sampled` ids `[n, 1]`.
+    Shapes: `logits` `[n, vocabulary]`, `sampled` (token ids) `[n, 1]`.
     """
     logits = logits.float()
     raw = logits.gather(1, sampled) - logits.logsumexp(1, keepdim=True)
@@ -108,7 +115,7 @@ def with_raw(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) -> Any:
 
 
 def only_raw(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) -> Any:
-    """Make vLLM's LogprobsTensors `[n, 1 + k]` of the plain softmax."""
+    """Make vLLM's LogprobsTensors `[n, 1 + k]` from the log-softmax of the raw logits."""
     logits, ids = logits.float(), tensors.logprob_token_ids
     chosen = logits.gather(1, sampled)
     top_logits, top_ids = logits.topk(ids.shape[1] - 1, 1)

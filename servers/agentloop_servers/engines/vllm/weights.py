@@ -1,20 +1,21 @@
 """The LoRA adapters of one vLLM engine, and the engine's weight updates.
 
-Without `max_loras` exactly one LoRA adapter is served, always under the same id, name and path. Every request
-carries the same LoRARequest from the start, at first for an adapter of zeros. So a commit replaces the adapter's
-tensors in place, and requests that are frozen meanwhile continue under the new ones, as new requests do. With
-`max_loras` each version of each adapter has a number, a slot in the workers and a copy of its files, from its load
-until it is replaced or unloaded and no call is in flight under it. That rests on vLLM 0.32:
+Without `max_loras`, exactly one LoRA adapter is served, always with the same id, name and path. Every request has
+the same LoRARequest, initially for an adapter of zeros. A commit replaces the adapter's tensors in place, so frozen
+and new requests continue with the new tensors. With `max_loras`, each version of each adapter has a number, a slot
+in the workers and a copy of its files, from its load until it is replaced or unloaded and no running call uses it.
+This depends on vLLM 0.32's behavior:
 
-- vLLM loads an adapter again wherever a worker does not have it (after it has reloaded base weights, say), from the
-  path that some request carries. That path is a link here, switched before the adapter is loaded: it can only ever
-  lead to the adapter of the last commit. That folder must stay in place while it is served.
-- `load_inplace` makes vLLM read the files at every step of a request that carries it: the load has it, requests
-  have not.
-- A prefix-cache key holds the adapter's name and path. Those of the one adapter never change: only the salt that
-  carries the weight version keeps KV of two versions apart. Those of adapters by name are each version's own.
-- vLLM loads adapters within a step where it has to, and a failure there ends it. So files outlive the calls, and
-  there is a slot for every version: none leaves a worker on its own.
+- vLLM reloads an adapter that a worker is missing (for example after it reloaded base weights) from the path in a
+  request. Here that path is a symbolic link, which is switched before the adapter is loaded, so it always leads to
+  the adapter of the last commit. That folder must stay in place while it is served.
+- `load_inplace` makes vLLM read the files in every step of a request that sets it. Only the load sets it, not
+  requests.
+- A prefix-cache key contains the adapter's name and path. The policy adapter's never change, so only the cache salt
+  separates the KV of two versions. Adapters served by name have a different name and path for each version.
+- vLLM may load an adapter within a step, and a failure there ends the engine. The files therefore outlive the
+  calls,
+  and every version has a slot, so that vLLM never evicts an adapter.
 """
 
 from __future__ import annotations
@@ -38,34 +39,38 @@ from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
 from agentloop_servers.weight_transfer.worker_calls import WorkerMethod
 
-_POLICY = 1  # vLLM's id of the one adapter
+_POLICY = 1  # vLLM's id of the policy adapter
 
 
 class LoraAdapters:
-    """The served adapter of an engine, which every request carries (`request`), or those that it serves by name."""
+    """The policy adapter of an engine, which all requests use (`request`), or the adapters that it serves by
+    name."""
 
     def __init__(self, config: VllmConfig, process: VllmProcess) -> None:
         if config.lora_rank is None:
-            raise ValueError("the engine takes no adapters")
+            raise ValueError("lora_rank is None: the engine does not support adapters")
         self._process = process
         self._folder = AdapterFolder(config.model, config.lora_rank)
         self._has_names = config.max_loras is not None
         self._held = HeldAdapters(config.max_loras or 0)
-        self._changing = asyncio.Lock()  # loads and unloads, one at a time
-        self.request: Any = None  # None: a request without an adapter's name has the base weights
+        self._changing = asyncio.Lock()  # serializes loads and unloads
+        self.request: Any = None  # None: a request without an adapter name uses the base weights
 
     async def start(self) -> None:
-        """Serve an adapter of zeros, or none by name. Call once, before the first request. Raises EngineError."""
+        """Serve an adapter of zeros as the policy, unless adapters are served by name.
+
+        Call once, before the first request. Raises EngineError.
+        """
         self._folder.start()
         if not self._has_names:
             await self._folder.link_zeros()
             self.request = _lora_request(_POLICY, self._folder.path)
             await self._load(_POLICY, self._folder.path)
 
-    # --- by name ---
+    # Adapters served by name
 
     async def load(self, adapter: Adapter) -> StageReport:
-        """As `load_adapter` of the port."""
+        """Implement `Engine.load_adapter`."""
         async with self._changing:
             if (served := self._held.serving(adapter)) is not None:
                 return StageReport(HeldIn.DEVICE, "adapter", digest=served.digest)
@@ -80,11 +85,13 @@ class LoraAdapters:
                 await self._load(held.number, self._folder.copy_of(held.number))
                 await self._verify(held.number, self._folder.copy_of(held.number))
             except BaseException as error:
-                with contextlib.suppress(AgentLoopError):  # the caller has an error already
+                with contextlib.suppress(AgentLoopError):  # the original error is raised below
                     await asyncio.shield(self._free(held))
-                if isinstance(error, OSError) or type(error) is EngineError:  # a worker's, which serves on
+                # A plain EngineError comes from a worker that continues to serve; its subclasses mean a lost
+                # engine.
+                if isinstance(error, OSError) or type(error) is EngineError:
                     raise CheckpointUnreadable(
-                        f"adapter: not loaded: {one_line(error)}", param="directory"
+                        f"adapter {adapter.name!r} was not loaded: {one_line(error)}", param="directory"
                     ) from error
                 raise
             self._held.serve(held)
@@ -92,14 +99,14 @@ class LoraAdapters:
             return StageReport(HeldIn.DEVICE, "adapter", contents.num_bytes, load_ms, contents.digest)
 
     async def unload(self, name: str) -> None:
-        """As `unload_adapter` of the port."""
+        """Implement `Engine.unload_adapter`."""
         async with self._changing:
             self._held.retire(name)
             await self._free_unused()
 
     @contextlib.contextmanager
     def pinned(self, call: Call) -> Iterator[Any]:
-        """Give the request of a call that is admitted its adapter's served version, until the block's end.
+        """Pin the served version of an admitted call's adapter during the block. Yields vLLM's LoRARequest.
 
         Raises ModelNotFound or WeightVersionNotServed.
         """
@@ -118,7 +125,7 @@ class LoraAdapters:
         await self._process.on_workers(WorkerMethod.REMOVE_ADAPTER, held.number)
         await asyncio.to_thread(self._folder.remove, held.number)
 
-    # --- the one that is the policy ---
+    # The policy adapter
 
     def check(self, directory: str) -> FolderContents:
         return self._folder.check(directory)
@@ -130,7 +137,7 @@ class LoraAdapters:
     async def commit(self, directory: str) -> CommitReport:
         """Replace the served adapter in all workers, and verify the new one. vLLM must be paused.
 
-        After an error the adapter is of unknown state until a later commit.
+        After an error the adapter is in an unknown state until a later commit.
         """
         started_at = time.perf_counter()
         self._folder.point_to(directory)
@@ -145,7 +152,7 @@ class LoraAdapters:
         )
 
     def close(self) -> None:
-        """Remove our files. Idempotent; also done when this object or the process ends."""
+        """Remove the temporary folder. Idempotent; also called at garbage collection and process exit."""
         self._folder.close()
 
     async def _load(self, number: int, path: str) -> None:
@@ -163,5 +170,5 @@ def _lora_request(number: int, path: str) -> Any:
 
 
 def vllm_weights(config: VllmConfig, process: VllmProcess, adapters: LoraAdapters | None = None) -> EngineWeights:
-    """Make the weight updates of a vLLM engine; `adapters` exactly where it serves one."""
+    """Make the weight updates of a vLLM engine. Give `adapters` if and only if the engine supports adapters."""
     return EngineWeights(config, process, adapter=adapters, label=process.label)

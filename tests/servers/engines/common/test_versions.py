@@ -57,7 +57,7 @@ def vllm_process(**options: bool) -> VllmProcess:
 
 
 VLLM = r"the adapter is tested with 0\.32 and 0\.33"
-HINT = "; `allow_untested: true` in the engine's config starts it$"
+HINT = "; to start it anyway, set `allow_untested: true` in `engine`$"
 
 
 @pytest.mark.parametrize(

@@ -193,10 +193,10 @@ async def test_a_placeholder_that_was_sampled_moves_no_image(engine, renderer):
 async def test_what_cannot_be_shown_is_refused(engine, renderer):
     ids, span = await prompt_of(engine, renderer, RED)
     broken = Image("0" * 64, RED.data[:40])
-    with pytest.raises(InvalidRequest, match="cannot be shown to the model") as refused:
+    with pytest.raises(InvalidRequest, match="cannot process the image") as refused:
         await engine.image_tokens([broken])
     assert refused.value.param == "images"
-    with pytest.raises(InvalidRequest, match="are not those of the image"):
+    with pytest.raises(InvalidRequest, match="are not the tokens of image"):
         await sampled(engine, "other", ids, (replace(span, sha256=WIDE.sha256), WIDE))
     with pytest.raises(InvalidRequest, match="did not come"):
         await engine.generate(GenerateRequest("none", ids, SamplingParams(1), images=(span,)))
