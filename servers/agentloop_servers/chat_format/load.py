@@ -60,7 +60,7 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
         parser=chosen.name,
         because=chosen.reason,
         tools=facts.supports_tools,
-        thoughts=chosen.test.thoughts,
+        reasoning=chosen.test.reasoning,
         stop_tokens=" ".join(facts.stop_tokens),
     )
     if isinstance(chosen.renderer, _WithoutTools):

@@ -354,12 +354,12 @@ def _bridge(name: str, problem: str | None) -> Check:
 
 def _of_parser(chosen: ChatFormat) -> Iterator[Check]:
     test = chosen.test
-    opened = ", opened by the prompt" if test.opens_thought else ""
-    has_thoughts, marks = test.thoughts or test.opens_thought, chosen.parser.marks.thoughts
-    thoughts = f"{marks.open} {marks.close}{opened}" if has_thoughts else "not written"
-    yield Check("reasoning", has_thoughts, thoughts, is_needed=False)
+    opened = ", opened by the prompt" if test.opens_reasoning else ""
+    has_reasoning, marks = test.reasoning or test.opens_reasoning, chosen.parser.delimiters.reasoning
+    thoughts = f"{marks.open} {marks.close}{opened}" if has_reasoning else "not written"
+    yield Check("reasoning", has_reasoning, thoughts, is_needed=False)
     yield Check("parser", True, f"{chosen.name}: {chosen.reason}")
-    read = ["an answer", *(["reasoning"] if test.thoughts else []), *(["a call"] if test.call_text else [])]
+    read = ["an answer", *(["reasoning"] if test.reasoning else []), *(["a call"] if test.call_text else [])]
     yield Check("self-test", True, f"{', '.join(read)}: rendered and parsed again")
     if test.call_text:
         yield Check("a call", True, test.call_text.strip().replace("\n", "⏎"))

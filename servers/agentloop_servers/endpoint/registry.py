@@ -555,7 +555,7 @@ class Sessions:
             self._evict()
             try:
                 await self._expire_all()
-                await self._record_owed()
+                await self._record_pending()
             except StorageFull as error:  # the store has logged it
                 _log.debug("sessions_not_settled", code=error.code, error=str(error))
             except AgentLoopError as error:  # the disk or the coordinator may recover; pending records stay pending
@@ -592,7 +592,7 @@ class Sessions:
         )
         _log.info("session_expired", session=session_id, was_open=is_open)
 
-    async def _record_owed(self) -> None:
+    async def _record_pending(self) -> None:
         """Record sessions that finished while the coordinator or this process was not running."""
         after = ""
         while owed := await self.store.owed(after, _PAGE):

@@ -63,7 +63,7 @@ CREATE TABLE IF NOT EXISTS calls (
     value BLOB NOT NULL, UNIQUE (session_id, call_id));
 CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_by_owner ON sessions (owner) WHERE state IN ('open', 'finished');
-CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
+CREATE INDEX IF NOT EXISTS pending_sessions ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
 """
 _OPEN_CALLS = """
 CREATE TABLE IF NOT EXISTS open_calls (

@@ -118,7 +118,9 @@ class Places:
 
 
 async def test_places_follow_the_coordinators_table_once_they_are_taken_in() -> None:
-    router = ShardRouter(cast(FrontPort, Places(EndpointTable({}, (0, 1, 2, 1), heirs={2: 1, 5: 0}))), 1, None)
+    router = ShardRouter(
+        cast(FrontPort, Places(EndpointTable({}, (0, 1, 2, 1), failover_owners={2: 1, 5: 0}))), 1, None
+    )
     assert router.places == {1}
     gained: list[Collection[int]] = []
 
