@@ -56,11 +56,11 @@ class ReasoningDelimiters:
     open: str = "<think>"
     close: str = "</think>"
 
-    def around(self, thought: str) -> str:
+    def around(self, reasoning: str) -> str:
         """Return the reasoning with its delimiters and whitespace, as the family's templates write it."""
         if self == ReasoningDelimiters():
-            return f"{self.open}\n{thought}\n{self.close}\n\n"
-        return f"{self.open}{thought}{self.close}"
+            return f"{self.open}\n{reasoning}\n{self.close}\n\n"
+        return f"{self.open}{reasoning}{self.close}"
 
 
 THOUGHT_MARKS = (
