@@ -369,7 +369,7 @@ class SessionStore:
         return await self._run(work)
 
     async def pending(self, after: str, limit: int) -> list[str]:
-        """Return up to `limit` finished sessions that are not in the run's store, in order of ids, after `after`."""
+        """Return up to `limit` finished sessions that the run's store does not have, by id, after id `after`."""
         statement = (
             "SELECT session_id FROM sessions WHERE state = 'finished' AND is_recorded = 0 AND session_id > ?"
             f"{self._own()} ORDER BY session_id LIMIT ?"
