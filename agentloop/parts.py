@@ -161,6 +161,12 @@ PARTS = (
             TOOLS: {"shell": "agentloop_tools.shell:ShellTool"},
         },
     ),
+    Part(
+        "agentloop_eval",
+        "serve",
+        "evaluations of a served policy, and their comparison",
+        {COMMANDS: {"eval": "agentloop_eval.command:app"}},
+    ),
     Part("agentloop_trainers", "trl", "adapters for TRL and verl, and training rows for other trainers"),
     Part(
         "agentloop_traces",
