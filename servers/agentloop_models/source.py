@@ -21,7 +21,10 @@ from agentloop_servers.config.service import located
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "tokenization*.py"]
-_OTHER_FILES = ["*/*.safetensors", "consolidated*"]  # further copies of the weights, in the formats of their authors
+_OTHER_FILES = [
+    "*/*.safetensors",
+    "consolidated*",
+]  # further copies of the weights, in the formats of their authors
 
 
 def _folder_of(given: str, say: Say) -> Path | None:
@@ -58,11 +61,13 @@ def hub_folder(given: str, say: Say) -> Path:
             snapshot_download(name, revision=revision or None, allow_patterns=_FILES, ignore_patterns=_OTHER_FILES)
         )
     except Exception as error:  # of huggingface_hub, or of the HTTP library that its release uses
-        raise InvalidRequest(f"no model {given}: it is no folder here, and {_reason(error)}", param="model") from error
+        raise InvalidRequest(
+            f"no model {given}: it is no folder here, and {_reason(error)}", param="model"
+        ) from error
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise InvalidRequest(
-            f"the hub's repository {name} has no config.json or no safetensors: if it has a .gguf file, download that"
-            " and give its path",
+            f"the hub's repository {name} has no config.json or no safetensors: if it has a .gguf file, download"
+            " that and give its path",
             param="model",
         )
     if revision != folder.name:
@@ -72,11 +77,11 @@ def hub_folder(given: str, say: Say) -> Path:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, GatedRepoError):
-        return "the hub gives access only after its license is accepted: accept it on the model's page, and set HF_TOKEN"
+        return "the hub requires its license to be accepted: accept it on the model's page, and set HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
         return "the hub has no such revision"
     if isinstance(error, RepositoryNotFoundError):
         return "the hub has no such repository, or it is private (set HF_TOKEN)"
     if isinstance(error, LocalEntryNotFoundError):
-        return "the hub cannot be reached, and its cache has no copy: check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+        return "the hub cannot be reached and its cache has no copy: check the network, HF_ENDPOINT, HF_HUB_OFFLINE"
     return f"it cannot be downloaded from the hub: {error_line(error)}"

@@ -33,6 +33,7 @@ from agentloop.rendering.port import Renderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
 from agentloop_servers.cluster.host import NICENESS
+from agentloop_servers.config.models import with_model_folders
 from agentloop_servers.config.service import ServiceConfig, located, model_sizes, weight_bytes
 from agentloop_servers.engines.common.versions import DRIVEN, objection
 
@@ -64,7 +65,11 @@ def _group() -> None:
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="A model folder: how a service would render and read it.")
+        str | None,
+        typer.Option(
+            help="A model, to see how a service would render and read it: a folder, a name of"
+            " `agentloop models list`, a Hugging Face id, or a .gguf file."
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A Serve config: its model, with its chat settings.")] = None,
     parser: Annotated[str | None, typer.Option(help="A parser, as `chat.parser` of a config.")] = None,
@@ -92,7 +97,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examined(model: Path | None, config: Path | None, chat: dict[str, str | None]) -> list[Check]:
+def _examined(model: str | None, config: Path | None, chat: dict[str, str | None]) -> list[Check]:
     """Examine a model; a config that cannot be read is the finding."""
     changed = {name: value for name, value in chat.items() if value is not None}
     try:
@@ -100,7 +105,8 @@ def _examined(model: Path | None, config: Path | None, chat: dict[str, str | Non
             ServiceConfig.load(located(str(config))) if config is not None else ServiceConfig(model=str(model))
         )
         if model is not None:
-            settings = settings.model_copy(update={"model": str(model)})
+            settings = settings.model_copy(update={"model": model})
+        settings = with_model_folders(settings, lambda line: typer.echo(line, err=True))
         changed_chat = settings.chat.model_copy(update=changed)
         return examine_model(settings.model_copy(update={"chat": changed_chat}))
     except AgentLoopError as error:

@@ -25,10 +25,12 @@ from agentloop_servers.cli.terminal import (
     DEFAULT_CONFIG,
     AdminKey,
     ApiKey,
+    Model,
     Out,
     clear_errors,
     find_modules_here,
     given,
+    loaded_config,
     run_to_end,
 )
 from agentloop_servers.config.service import ServiceConfig
@@ -39,6 +41,7 @@ Keep = Annotated[
 ]
 SHIPPED_PUSH = Path("examples/tiny_policy/v1")
 SHIPPED_TASKS = Path("examples/data/tasks.jsonl")
+MODEL_TASKS = Path("examples/data/short_answers.jsonl")
 
 app = typer.Typer()
 
@@ -54,7 +57,12 @@ AgentCommand = Annotated[
 
 @app.command()
 def rollout(
-    tasks: Annotated[Path, typer.Option(help="A file of tasks, one JSON object per line.")] = SHIPPED_TASKS,
+    tasks: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"A file of tasks, one JSON object per line. Default: {SHIPPED_TASKS}; with --model {MODEL_TASKS}."
+        ),
+    ] = None,
     environment: Annotated[
         str | None,
         typer.Option(help="Use an environment's tasks: a registered name, or a path such as my_env:Shop."),
@@ -62,6 +70,7 @@ def rollout(
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories per task.")] = 2,
     keep: Keep = None,
     config: Config = DEFAULT_CONFIG,
+    model: Model = None,
     push: Annotated[
         Path | None,
         typer.Option(help=f"A folder of weights to push during the run; {SHIPPED_PUSH} for the shipped config."),
@@ -102,13 +111,19 @@ def rollout(
         raise typer.BadParameter(
             "--config and --url exclude each other: --config starts a service, --url uses a running one"
         )
+    if url is not None and model is not None:
+        raise typer.BadParameter(
+            "--model and --url exclude each other: the model of a running service is an option of `agentloop serve`"
+        )
     with clear_errors():
-        shipped = SHIPPED_PUSH if url is None and config == DEFAULT_CONFIG else None
+        is_shipped = url is None and model is None and config == DEFAULT_CONFIG
+        shipped = SHIPPED_PUSH if is_shipped else None  # weights of the shipped model only
         weights = None
         if not no_push and (directory := push or shipped) is not None:
             weights = WeightPush(given("weights", "--push", directory), push_version, push_after)
-        options = RunOptions(_source(tasks, environment), samples, out, weights, limit, keep)
-        where = config if url is None else ServiceAddress(url, api_key, admin_key)
+        source = _source(tasks or (SHIPPED_TASKS if model is None else MODEL_TASKS), environment)
+        options = RunOptions(source, samples, out, weights, limit, keep)
+        where = loaded_config(config, model, Console()) if url is None else ServiceAddress(url, api_key, admin_key)
         _roll_out(where, options, agent, agent_command, concurrency)
 
 
@@ -120,17 +135,19 @@ def _source(tasks: Path, environment: str | None) -> Path | str:
 
 
 def _roll_out(
-    where: Path | ServiceAddress, options: RunOptions, agent: str | None, command: str | None, concurrency: int
+    where: ServiceConfig | ServiceAddress,
+    options: RunOptions,
+    agent: str | None,
+    command: str | None,
+    concurrency: int,
 ) -> None:
     """Run on the service at an address, or start one, and show the summary. Exits with 1 after a failure."""
     console = Console()
-    settings: ServiceConfig | None = None
     if isinstance(where, ServiceAddress):
         run = partial(run_on, where)
     else:
-        settings = ServiceConfig.load(given("the config", "--config", where))
-        run = partial(load("own_service").run_rollout, settings)
-    program = load_program(agent, command, settings)
+        run = partial(load("own_service").run_rollout, where)
+    program = load_program(agent, command, where if isinstance(where, ServiceConfig) else None)
     collect_with = None if program is None else AgentCollect(program, concurrency)
     try:
         result = run_to_end(run(options, console, collect_with))

@@ -1,7 +1,7 @@
 """Resolution of `model` in a config to a folder: the only place where other names than folders are accepted.
 
-The commands and `serve deploy` resolve a config before anything else reads it, so all later code sees folders. Sources
-of models are registered in the group `models`.
+The commands and `serve deploy` resolve a config before anything else reads it, so all later code sees folders.
+Sources of models are registered in the group `models`.
 """
 
 from __future__ import annotations
