@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 from agentloop import parts
 from agentloop.errors import CheckpointUnreadable, InvalidRequest
 from agentloop_servers.config.engines import kv_bytes_per_token
-from agentloop_servers.config.service import NamedModel, ServiceConfig, located, model_sizes
+from agentloop_servers.config.service import NamedModel, ServiceConfig, located
 
 Say: TypeAlias = Callable[[str], object]
 """Shows a line of progress."""
@@ -82,13 +82,13 @@ def fitted(config: ServiceConfig) -> ServiceConfig:
     For a model that replaces the small model of a shipped config. Raises InvalidRequest for an unreadable
     config.json.
     """
-    unbounded = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_mib": None})})
-    context = min(model_sizes(unbounded).max_context_tokens, DEFAULT_MAX_CONTEXT)
+    [entry] = config.entries
+    context = min(config.max_context_tokens(entry), DEFAULT_MAX_CONTEXT)
     changed: dict[str, int] = {"max_context_tokens": context}
     # An unknown architecture keeps the config's KV cache: its engine checks the size.
     with suppress(CheckpointUnreadable):
         document = json.loads((config.model_path() / "config.json").read_text())
-        token_bytes = kv_bytes_per_token(config.entries[0], document)
+        token_bytes = kv_bytes_per_token(entry, document)
         kv_cache_mib = -(-DEFAULT_NUM_CONTEXTS * context * token_bytes // 2**20)
         changed["kv_cache_mib"] = max(config.engine.kv_cache_mib or 0, kv_cache_mib)
     return config.model_copy(update={"replicas": 1, "engine": config.engine.model_copy(update=changed)})
