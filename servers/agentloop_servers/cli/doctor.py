@@ -29,7 +29,8 @@ from agentloop import __version__
 from agentloop.errors import AgentLoopError
 from agentloop.parts import PARTS
 from agentloop.plugins import DISTRIBUTION, resolve
-from agentloop.rendering.port import Renderer
+from agentloop.rendering.port import ModelFacts, Renderer
+from agentloop.rendering.renderer import TextOnlyRenderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
 from agentloop_servers.cluster.host import NICENESS
@@ -320,9 +321,18 @@ def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
     stops = [
         f"{text} {token_id}" for text, token_id in zip(facts.stop_tokens, renderer.stop_token_ids, strict=False)
     ]
-    yield Check("chat format", True, _format_of(config))
+    # A base model is served without chat, so this is no fault.
+    has_chat = not isinstance(renderer, TextOnlyRenderer)
+    yield Check(
+        "chat format", has_chat, _format_of(config) if has_chat else TextOnlyRenderer.objection, is_needed=has_chat
+    )
     yield Check("vocabulary", True, f"{renderer.vocab_size:,} ids, {len(facts.literals)} of them marks")
     yield Check("stop tokens", True, ", ".join(stops))
+    if has_chat:
+        yield from _of_turns(facts, config)
+
+
+def _of_turns(facts: ModelFacts, config: ServiceConfig) -> Iterator[Check]:
     shown = (
         "shown to the model" if facts.shows_calls else "shown to the model; its earlier calls in their sampled form"
     )
@@ -359,6 +369,8 @@ def _bridge(name: str, problem: str | None) -> Check:
 
 
 def _of_parser(chosen: ChatFormat) -> Iterator[Check]:
+    if isinstance(chosen.renderer, TextOnlyRenderer):
+        return
     test = chosen.test
     opened = ", opened by the prompt" if test.opens_thought else ""
     has_thoughts, marks = test.thoughts or test.opens_thought, chosen.parser.marks.thoughts

