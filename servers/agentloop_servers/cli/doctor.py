@@ -107,7 +107,10 @@ def _examined(model: str | None, config: Path | None, chat: dict[str, str | None
         )
         if model is not None:
             settings = settings.model_copy(update={"model": model})
-        settings = with_model_folders(settings, lambda line: typer.echo(line, err=True))
+        try:
+            settings = with_model_folders(settings, lambda line: typer.echo(line, err=True))
+        except AgentLoopError as error:
+            return [Check("model", False, error.message)]
         changed_chat = settings.chat.model_copy(update=changed)
         return examine_model(settings.model_copy(update={"chat": changed_chat}))
     except AgentLoopError as error:

@@ -35,6 +35,13 @@ from agentloop_servers.cli.terminal import (
 )
 from agentloop_servers.config.service import ServiceConfig
 
+Tasks = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file of tasks, one JSON object per line. Default: examples/data/tasks.jsonl; with --model"
+        " examples/data/short_answers.jsonl."
+    ),
+]
 Config = Annotated[Path, typer.Option("--config", help="The config file of the service to start.")]
 Keep = Annotated[
     int | None, typer.Option(min=1, help="Keep the first N complete trajectories of each task; cancel the rest.")
@@ -57,12 +64,7 @@ AgentCommand = Annotated[
 
 @app.command()
 def rollout(
-    tasks: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"A file of tasks, one JSON object per line. Default: {SHIPPED_TASKS}; with --model {MODEL_TASKS}."
-        ),
-    ] = None,
+    tasks: Tasks = None,
     environment: Annotated[
         str | None,
         typer.Option(help="Use an environment's tasks: a registered name, or a path such as my_env:Shop."),
@@ -107,13 +109,9 @@ def rollout(
         raise typer.BadParameter(
             "--max-staleness is not supported with agents: it applies to the service's own loops"
         )
-    if url is not None and config != DEFAULT_CONFIG:
+    if url is not None and (config != DEFAULT_CONFIG or model is not None):
         raise typer.BadParameter(
-            "--config and --url exclude each other: --config starts a service, --url uses a running one"
-        )
-    if url is not None and model is not None:
-        raise typer.BadParameter(
-            "--model and --url exclude each other: the model of a running service is an option of `agentloop serve`"
+            "--url excludes --config and --model: they start a service, --url uses a running one with its model"
         )
     with clear_errors():
         is_shipped = url is None and model is None and config == DEFAULT_CONFIG
