@@ -1,6 +1,6 @@
 """`python -m agentloop_models.convert FILE FOLDER`: convert a GGUF file to a Hugging Face folder in bfloat16.
 
-A process of its own: torch, transformers and the dequantized weights leave the memory of the caller when it ends. A
+It runs as a separate process: torch, transformers and the dequantized weights leave the memory of the caller when it ends. A
 failure is one line on stderr, which begins with `error: `, and exit code 1.
 """
 
@@ -27,7 +27,7 @@ def convert(file: Path, folder: Path) -> None:
     metadata = metadata_of(file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(folder)
-    # Newer releases keep the weights of some architectures in GGUF blocks unless they are told to dequantize.
+    # Newer releases keep the weights of some architectures in GGUF blocks without this option.
     gguf_config = getattr(transformers, "GgufConfig", None)
     options = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -45,7 +45,7 @@ def main() -> None:
     file, folder = map(Path, sys.argv[1:])
     try:
         convert(file, folder)
-    except Exception as error:  # of the reader, transformers, torch or the disk
+    except Exception as error:  # the reader, transformers, torch and the disk have many errors
         sys.exit(f"error: {' '.join(str(error).split()) or type(error).__name__}")
 
 

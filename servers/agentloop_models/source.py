@@ -1,4 +1,4 @@
-"""The source of models for names that are no folders: published models, hub ids and `.gguf` files."""
+"""The source of models for names that are not folders: published models, hub ids and `.gguf` files."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def hub_folder(given: str, say: Say) -> Path:
     Raises InvalidRequest if the hub cannot be reached, refuses, or has no safetensors of the model.
     """
     name, _, revision = given.partition("@")
-    say(f"{given} is no folder here: looking for it on the Hugging Face hub")
+    say(f"{given} is not a folder here: looking for it on the Hugging Face hub")
     try:
         folder = Path(
             snapshot_download(name, revision=revision or None, allow_patterns=_FILES, ignore_patterns=_OTHER_FILES)
         )
-    except Exception as error:  # of huggingface_hub, or of the HTTP library that its release uses
+    except Exception as error:  # also errors of the HTTP library that huggingface_hub uses
         raise InvalidRequest(
-            f"no model {given}: it is no folder here, and {_reason(error)}", param="model"
+            f"no model {given}: it is not a folder here, and {_reason(error)}", param="model"
         ) from error
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise InvalidRequest(

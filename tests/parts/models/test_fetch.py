@@ -62,7 +62,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def model(index: Path, monkeypatch: pytest.MonkeyPatch) -> PublishedModel:
-    """A model in three packages; a copy of its file stands for the conversion."""
+    """A model in three packages; its conversion only copies the file."""
     packages = []
     for number, content in enumerate(CONTENT):
         name, member = f"acme-part{number}", f"acme_part{number}/part.bin"
@@ -154,7 +154,7 @@ def test_a_file_that_is_no_gguf_is_refused_with_the_converters_reason(
     index: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if any(importlib.util.find_spec(name) is None for name in fetch.CONVERTER_REQUIREMENTS):
-        converter = tmp_path / "converter"  # stands for the packages: their reader refuses every file
+        converter = tmp_path / "converter"  # a reader that refuses every file
         for name in fetch.CONVERTER_REQUIREMENTS:
             (converter / name).mkdir(parents=True)
             (converter / name / "__init__.py").write_text(STAND_IN)

@@ -44,7 +44,7 @@ class Hub(BaseHTTPRequestHandler):
         self.requested.append(self.path)
         parts = self.path.partition("?")[0].strip("/").split("/")
         if parts[:2] != ["api", "models"] and len(parts) < 5:
-            self._answer(404, b"{}")  # a route that is no part of a download
+            self._answer(404, b"{}")  # not a route of downloads
         elif parts[4:5] == ["tree"]:
             self._list("/".join(parts[2:4]))
         elif parts[0] == "api":
@@ -159,6 +159,7 @@ def test_a_hub_that_refuses_is_one_line(hub: str, tmp_path: Path, given: str, re
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
     line, _ = resolve("http://127.0.0.1:9", tmp_path, "acme/tiny")
     assert (
-        "no model acme/tiny: it is no folder here, and the hub cannot be reached and its cache has no copy" in line
+        "no model acme/tiny: it is not a folder here, and the hub cannot be reached and its cache has no copy"
+        in line
     )
     assert "\n" not in line
