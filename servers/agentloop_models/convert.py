@@ -1,7 +1,7 @@
 """`python -m agentloop_models.convert FILE FOLDER`: convert a GGUF file to a Hugging Face folder in bfloat16.
 
-It runs as a separate process, so that torch, transformers and the dequantized weights do not stay in the memory of the
-caller. A failure is one line on stderr, which begins with `error: `, and exit code 1.
+It runs as a separate process, so that torch, transformers and the dequantized weights do not stay in the memory of
+the caller. A failure is one line on stderr, which begins with `error: `, and exit code 1.
 """
 
 from __future__ import annotations
