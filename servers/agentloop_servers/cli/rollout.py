@@ -144,6 +144,9 @@ def _roll_out(
     if isinstance(where, ServiceAddress):
         run = partial(run_on, where)
     else:
+        if options.push is not None:  # this run's own service may load the folder that its user pushes
+            roots = [*where.weight_roots, str(options.push.directory.parent)]
+            where = where.model_copy(update={"weight_roots": roots})
         run = partial(load("own_service").run_rollout, where)
     program = load_program(agent, command, where if isinstance(where, ServiceConfig) else None)
     collect_with = None if program is None else AgentCollect(program, concurrency)
