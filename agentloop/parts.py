@@ -45,6 +45,9 @@ ENGINES = "engines"
 EXPORTERS = "exporters"
 """The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
 
+MODELS = "models"
+"""The group of sources of models that are not folders: an `agentloop_servers.config.models.ModelSource`."""
+
 PARSERS = "parsers"
 """The group of parsers by kind: called with a model folder and FAMILY for `chat.parser: KIND:FAMILY`."""
 
@@ -109,6 +112,15 @@ PARTS = (
         "serve",
         "a process for each trajectory",
         {TRAJECTORY_RUNNERS: {"process": "agentloop_isolation.processes:IsolatedRuns.of_worker"}},
+    ),
+    Part(
+        "agentloop_models",
+        "models",
+        "models by name: published GGUF files, hub ids and `.gguf` files",
+        {
+            COMMANDS: {"models": "agentloop_models.command:app"},
+            MODELS: {"published": "agentloop_models.source:published_models"},
+        },
     ),
     Part(
         "agentloop_postgres",

@@ -155,8 +155,24 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2
         raise TemplateError(f"the chat template does not compile: {error}") from error
 
 
+def has_template(directory: Path) -> bool:
+    """Return True if a model folder has a chat template; base models have none. Raises TemplateError."""
+    return isinstance(
+        _named_templates(directory, read_json(directory / "tokenizer_config.json")).get("default"), str
+    )
+
+
 def _sources(directory: Path, config: Mapping[str, JSON]) -> tuple[str, str | None]:
-    """Return a folder's template, and its separate template for conversations with tools or None.
+    """Return a folder's template, and its separate template for conversations with tools or None."""
+    named = _named_templates(directory, config)
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        raise TemplateError(f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json")
+    return default, tool_use if isinstance(tool_use, str) else None
+
+
+def _named_templates(directory: Path, config: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return a folder's templates by name.
 
     transformers writes templates to their own files since 4.50, and wrote them to tokenizer_config.json before.
     """
@@ -169,10 +185,7 @@ def _sources(directory: Path, config: Mapping[str, JSON]) -> tuple[str, str | No
     named = source if isinstance(source, dict) else {"default": source}
     if path.is_file():
         named = {"default": _text_of(path), **({"tool_use": _text_of(tool_path)} if tool_path.is_file() else {})}
-    default, tool_use = named.get("default") or tekken_template(directory), named.get("tool_use")
-    if not isinstance(default, str):
-        raise TemplateError(f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json")
-    return default, tool_use if isinstance(tool_use, str) else None
+    return {**named, "default": named.get("default") or tekken_template(directory)}
 
 
 def _text_of(path: Path) -> str:

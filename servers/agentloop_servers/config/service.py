@@ -359,7 +359,8 @@ class ModelConfig(_Strict):
     mode: Mode = Mode.STANDALONE
     """The owner of the accelerators and the source of weights: `standalone`, `hybrid`, `colocated` or `debug`."""
     model: str
-    """Path of the model's folder."""
+    """A folder, a name of `agentloop models list`, a Hugging Face id (`org/name`, `org/name@revision`), or a .gguf
+    file."""
     model_version: Annotated[int, Field(ge=0)] = 0
     """Weight version of the model's folder."""
     replicas: Annotated[int, Field(ge=1)] = 1
@@ -660,9 +661,8 @@ class ServiceConfig(ModelConfig):
         path = located(self.model)
         if not (path / "config.json").is_file():
             raise InvalidRequest(
-                f"no model at {self.model}: 'model' must be a Hugging Face folder with config.json, safetensors and"
-                " a tokenizer; download a model from a hub first ('hf download NAME --local-dir DIR'), and convert"
-                " a .gguf file to such a folder",
+                f"no model at {self.model}: the folder has no config.json; expected a Hugging Face folder with"
+                " config.json, safetensors and a tokenizer",
                 param="model",
             )
         return path
