@@ -16,7 +16,7 @@ import structlog
 from agentloop import parts
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
 from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, self_test, without_calls
-from agentloop.parsers.base import NoCallsParser, Parser, ThoughtMarks
+from agentloop.parsers.base import NoCallsParser, Parser, ReasoningDelimiters
 from agentloop.parsers.by_name import choose_parser, get_parser
 from agentloop.parsers.call_format import FormatParser
 from agentloop.plugins import resolve
@@ -119,7 +119,7 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
     turns to parse.
     """
     if isinstance(renderer, TextOnlyRenderer):
-        nothing = NoCallsParser(ThoughtMarks())
+        nothing = NoCallsParser(ReasoningDelimiters())
         return ChatFormat(renderer, nothing, NO_PARSER, renderer.objection, SelfTest(False, False))
     if settings.parser == NO_PARSER:
         return _without_tools(renderer, "it is configured")
