@@ -36,7 +36,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look
 class OwnParser:
     """A user's parser."""
 
-    marks = HERMES.delimiters
+    delimiters = HERMES.delimiters
     parse = HERMES.parse
     call_constraint = HERMES.call_constraint
 

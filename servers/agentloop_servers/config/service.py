@@ -76,7 +76,7 @@ _REMOVED: Mapping[str, str] = {
     "engines.step_times": "delete the key (work is distributed by the KV capacity of each replica)",
     "engines.tells_cache": "delete the key (engines publish no KV events)",
     "log": "use `logrotate` or a similar program to limit the size of `service.log`",
-    "workers.max_unavailable_s": "use `workers.max_unavailable_s`",
+    "workers.max_standstill_s": "use `workers.max_unavailable_s`",
     "updates.consistency": (
         "delete the key (replicas swap weights one by one, or all at once if `engine.weight_staging` is none)"
     ),

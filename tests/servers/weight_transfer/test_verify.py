@@ -144,9 +144,7 @@ INTERPRETED = [
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-@pytest.fixture(
-    params=["cpu", pytest.param("triton", delimiters=INTERPRETED), pytest.param("cuda", delimiters=GPU)]
-)
+@pytest.fixture(params=["cpu", pytest.param("triton", marks=INTERPRETED), pytest.param("cuda", marks=GPU)])
 def device(request, monkeypatch):
     """`triton`: the kernels, interpreted on a CPU."""
     if request.param != "triton":
