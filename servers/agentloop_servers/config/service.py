@@ -299,7 +299,7 @@ class WeightStoreSettings(_Strict):
 
 
 class BalancerSettings(_Strict):
-    """Admission and placement of work; all settings are optional. See docs/guides/operations.md."""
+    """Admission and placement of work; all settings are optional. See docs/concepts/balancing.md."""
 
     limits_kv: bool = True
     """Queue samples while the running ones may need all KV; false: start all samples immediately."""
@@ -321,7 +321,7 @@ class BalancerSettings(_Strict):
 
 
 class RetentionSettings(_Strict):
-    """Automatic deletion of records; by default none are deleted. See docs/guides/operations.md."""
+    """Automatic deletion of records; by default none are deleted. See docs/guides/storage.md."""
 
     delete_acknowledged: bool = False
     """Delete records that a trainer has acknowledged."""
