@@ -282,7 +282,7 @@ class UpdateSettings(_Strict):
 
 
 class WeightStoreSettings(_Strict):
-    """A store of published weight versions that the service follows. See docs/guides/contracts.md."""
+    """A store of published weight versions that the service follows. See docs/guides/published-versions.md."""
 
     store: Annotated[str, Field(pattern=r"^(/|[a-z][a-z0-9+.:-]*://).")]
     """A directory or an fsspec URL, for example `s3://BUCKET/PREFIX`; credentials come from the environment."""
