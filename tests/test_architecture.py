@@ -537,9 +537,9 @@ def test_what_has_a_mark_of_its_own_lane_is_in_a_file_that_the_lane_finds():
             assert file.name.startswith("test_") or file == ROOT / "tests" / "contract" / "conftest.py", file
 
 
-# docs/concepts/architecture.md
+# docs/concepts/rollout.md
 
-PAGE = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "concepts" / "rollout.md").read_text()
 WAYS = {"A rollout": 40, "A chat call": 50, "A weight update": 45}  # and the most files each may take
 
 

@@ -31,7 +31,7 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """The store, the run and the encoding of published versions. See docs/guides/contracts.md."""
+    """The store, the run and the encoding of published versions. See docs/guides/published-versions.md."""
 
     store: str
     run: str

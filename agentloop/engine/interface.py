@@ -173,7 +173,7 @@ TrainerOrder: TypeAlias = GroupOrder | PullVersion
 
 @dataclass(frozen=True, slots=True)
 class PublishedSource:
-    """A run's published versions in a directory or at an fsspec URL (docs/guides/contracts.md)."""
+    """A run's published versions in a directory or at an fsspec URL (docs/guides/published-versions.md)."""
 
     store: str
     run: str

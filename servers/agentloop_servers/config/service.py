@@ -283,7 +283,7 @@ class UpdateSettings(_Strict):
 
 
 class WeightStoreSettings(_Strict):
-    """A store of published weight versions that the service follows. See docs/guides/contracts.md."""
+    """A store of published weight versions that the service follows. See docs/guides/published-versions.md."""
 
     store: Annotated[str, Field(pattern=r"^(/|[a-z][a-z0-9+.:-]*://).")]
     """A directory or an fsspec URL, for example `s3://BUCKET/PREFIX`; credentials come from the environment."""
@@ -300,7 +300,7 @@ class WeightStoreSettings(_Strict):
 
 
 class BalancerSettings(_Strict):
-    """Admission and placement of work; all settings are optional. See docs/guides/operations.md."""
+    """Admission and placement of work; all settings are optional. See docs/concepts/balancing.md."""
 
     limits_kv: bool = True
     """Queue samples while the running ones may need all KV; false: start all samples immediately."""
@@ -322,7 +322,7 @@ class BalancerSettings(_Strict):
 
 
 class RetentionSettings(_Strict):
-    """Automatic deletion of records; by default none are deleted. See docs/guides/operations.md."""
+    """Automatic deletion of records; by default none are deleted. See docs/guides/storage.md."""
 
     delete_acknowledged: bool = False
     """Delete records that a trainer has acknowledged."""
