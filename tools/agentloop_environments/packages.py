@@ -15,6 +15,6 @@ def import_package(module: str, command: str = "") -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise InvalidRequest(
-            f"no module named {error.name!r}, which {module} needs: {command or install_hint('environments')}",
+            f"no module named {error.name!r}: {command or install_hint('environments')}",
             param="environment",
         ) from error

@@ -68,7 +68,9 @@ class ReasoningGym(Environment):
     @classmethod
     def gold(cls, task: RolloutTask) -> Sequence[ScriptedTurn] | None:
         answer = _entry_of(task)["answer"]
-        return None if answer is None else [f"<answer>{answer}</answer>"]
+        if answer is None or not is_safe(cls.variant, answer):
+            return None  # such as an integral that the generator did not solve
+        return [f"<answer>{answer}</answer>"]
 
     def open(self, task: RolloutTask) -> None:
         self.entry = _entry_of(task)
