@@ -344,7 +344,8 @@ def load_environment(path: str) -> LoadedEnvironment:
             f"at most {MAX_LIFE_S:g} s",
             param="environment",
         )
-    return LoadedEnvironment(_variant_of(kind, name or path, variant if name else ""), path)
+    chosen = _variant_of(kind, name or path, variant if name else "")  # type: ignore[arg-type] # mypy: as above
+    return LoadedEnvironment(chosen, path)
 
 
 @cache

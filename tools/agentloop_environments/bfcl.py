@@ -1,10 +1,10 @@
 """`bfcl:CATEGORY`: the Berkeley Function Calling Leaderboard, version 4, of the package `bfcl-eval`.
 
-In the multi-turn categories the policy calls methods of Python objects such as a file system or a vehicle. BFCL's own
+In the multi-turn categories the policy calls methods of Python objects such as a file system or a vehicle. BFCL's
 executor evaluates the policy's text as Python, and keeps the objects in module globals that samples of one task
-share. This module uses neither: it calls documented methods by name with the parsed JSON arguments, on objects of
-one trajectory. At the end it repeats the calls of the policy and the gold calls on new objects and compares them after
-each user turn, with BFCL's two comparisons. A trajectory's state is thus its list of calls, by user turn.
+share. This module does not use it: it calls documented methods by name with the parsed JSON arguments, on objects
+of one trajectory. At the end it repeats the calls of the policy and the gold calls on new objects and compares them
+after each user turn, with BFCL's two comparisons. A trajectory's state is thus its list of calls, by user turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 
@@ -57,7 +57,9 @@ MAX_PRECISION = 1000
 _BOUNDED = frozenset({"precision", "exponent", "decimal_places"})
 """Arguments of MathAPI with which a single call could occupy a worker for hours."""
 
-_one_call = Lock()  # some methods use globals: mpmath's precision, and a dictionary that is returned and changed later
+_one_call = (
+    Lock()
+)  # some methods use globals: mpmath's precision, and a dictionary that is returned and changed later
 _CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
 _AST_CHECKER = "bfcl_eval.eval_checker.ast_eval.ast_checker"
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
@@ -116,7 +118,9 @@ class Apis:
         self.instances: dict[str, Any] = {}
         self._owners: dict[str, str] = {}
         for name in entry.fields["involved_classes"]:
-            self.instances[name] = getattr(import_package(config.CLASS_FILE_PATH_MAPPING[name], BFCL_COMMAND), name)()
+            self.instances[name] = getattr(
+                import_package(config.CLASS_FILE_PATH_MAPPING[name], BFCL_COMMAND), name
+            )()
             if name not in config.STATELESS_CLASSES:
                 scenario = deepcopy(entry.fields["initial_config"].get(name, {}))
                 self.instances[name]._load_scenario(scenario, long_context="long_context" in entry.category)
@@ -162,6 +166,7 @@ class Bfcl(Environment):
     """A BFCL task. The reward is 1 or 0."""
 
     turns: list[Calls]
+    apis: Apis | None  # in the multi-turn categories
 
     @classmethod
     def variants(cls) -> Collection[str]:
@@ -234,9 +239,10 @@ class Bfcl(Environment):
 
     def restore(self, state: bytes) -> None:
         self.turns = [[(name, arguments) for name, arguments in turn] for turn in orjson.loads(state)]
-        self.apis = None if self.apis is None else Apis(self.entry)
-        for turn in self.turns if self.apis is not None else ():
-            self.apis.results(turn)
+        if self.apis is not None:
+            self.apis = Apis(self.entry)
+            for turn in self.turns:
+                self.apis.results(turn)
 
     def close(self) -> None:
         self.apis, self.turns = None, []

@@ -1,8 +1,8 @@
 """`textarena:GAME`: the single-player games of the package `textarena`, such as `textarena:Sudoku-v0-easy`.
 
 Each reply of the policy is a move, and the game's messages are the user's turns. The trajectory's state is the list
-of its moves: a restored game plays them again. All games draw from Python's global `random`, so every step of a game
-runs alone, with the game's own state of that generator.
+of its moves: a restored game plays them again. All games draw from Python's global `random`, so every step of a
+game runs alone, with the game's own state of that generator.
 """
 
 from __future__ import annotations
@@ -31,9 +31,32 @@ MAX_SEED = 2**31
 GAME_LIMITS = Limits(max_turns=128, max_sampled_tokens=32_768)
 
 GAMES = frozenset(
-    "Bandit Blackjack Countdown Crosswords Cryptarithm FifteenPuzzle FrozenLake Game2048 GuessTheNumber Klondike "
-    "LightsOut LogicPuzzle Mastermind Minesweeper PegJump RushHour Secretary Set Slitherlink Sokoban Sudoku "
-    "ThreeCardMonte TowerOfHanoi UltimateTexasHoldem".split()
+    {
+        "Bandit",
+        "Blackjack",
+        "Countdown",
+        "Crosswords",
+        "Cryptarithm",
+        "FifteenPuzzle",
+        "FrozenLake",
+        "Game2048",
+        "GuessTheNumber",
+        "Klondike",
+        "LightsOut",
+        "LogicPuzzle",
+        "Mastermind",
+        "Minesweeper",
+        "PegJump",
+        "RushHour",
+        "Secretary",
+        "Set",
+        "Slitherlink",
+        "Sokoban",
+        "Sudoku",
+        "ThreeCardMonte",
+        "TowerOfHanoi",
+        "UltimateTexasHoldem",
+    }
 )
 """The packages of the single-player games that need nothing else. Some need Python 3.12."""
 
@@ -177,7 +200,9 @@ def _check(name: str) -> None:
 def _has_words() -> bool:
     nltk = import_package("nltk")
     try:
-        return bool(nltk.data.find("corpora/words")) and bool(nltk.data.find("taggers/averaged_perceptron_tagger_eng"))
+        return bool(nltk.data.find("corpora/words")) and bool(
+            nltk.data.find("taggers/averaged_perceptron_tagger_eng")
+        )
     except LookupError:
         return False
 

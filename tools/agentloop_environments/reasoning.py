@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
+from math import isfinite
 from typing import Any
 
 from agentloop.errors import InvalidRequest
@@ -22,19 +23,41 @@ from agentloop_environments.packages import import_package
 NUM_TASKS = 100
 """The number of tasks, unless `count` says otherwise."""
 
+MAX_TASKS = 1_000_000
+"""The tasks of one seed. A generator's task `i` of seed `s` is its task `i - 1` of seed `s + 1`."""
+
 WITHOUT_TASKS = frozenset({"composite"})
 """A mixture of other generators, which has to be configured."""
 
 EVALUATES = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """The generators whose verifiers call `eval` with the answer."""
 
-PARSES = frozenset({"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"})
+PARSES = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
 """The generators whose verifiers call sympy's parser with the answer, which evaluates it too."""
 
 MAX_ANSWER_CHARS = 10_000
 MAX_EXPONENT = 100
 FUNCTIONS = frozenset(
-    "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs".split()
+    {
+        "sin",
+        "cos",
+        "tan",
+        "sec",
+        "csc",
+        "cot",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "exp",
+        "log",
+        "ln",
+        "sqrt",
+    }
 )
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.UAdd, ast.USub, ast.Pow, ast.Load)
 
@@ -44,7 +67,7 @@ class ReasoningGym(Environment):
 
     @classmethod
     def variants(cls) -> Collection[str]:
-        return _package().factory.DATASETS.keys() - WITHOUT_TASKS
+        return sorted(_package().factory.DATASETS.keys() - WITHOUT_TASKS)
 
     @classmethod
     def tasks(cls) -> Iterable[RolloutTask]:
@@ -52,9 +75,9 @@ class ReasoningGym(Environment):
 
     @classmethod
     def choose_tasks(cls, seed: int | None, count: int | None) -> Iterable[RolloutTask]:
-        gym, num_tasks, seed = _package(), NUM_TASKS if count is None else count, seed or 0
+        gym, num_tasks, seed = _package(), NUM_TASKS if count is None else min(count, MAX_TASKS), seed or 0
         system = Message("system", gym.utils.SYSTEM_PROMPTS["default"])
-        dataset = gym.create_dataset(cls.variant, seed=seed, size=max(1, num_tasks))
+        dataset = gym.create_dataset(cls.variant, seed=MAX_TASKS * seed, size=max(1, num_tasks))
         for index in range(num_tasks):
             entry = _plain(dataset[index])
             yield RolloutTask(
@@ -107,7 +130,9 @@ def is_plain_expression(tree: ast.Expression) -> bool:
             # A name of Python's builtins, such as `open`, is harmless unless it is called.
             is_plain = not node.id.startswith("_") and (node.id not in FUNCTIONS or node in callees)
         elif isinstance(node, ast.BinOp):
-            is_plain = not any(isinstance(one, ast.List | ast.Tuple) or _is_text(one) for one in (node.left, node.right))
+            is_plain = not any(
+                isinstance(one, ast.List | ast.Tuple) or _is_text(one) for one in (node.left, node.right)
+            )
             is_plain = is_plain and (not isinstance(node.op, ast.Pow) or _is_quick(node))
         else:
             plain = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, *_OPERATORS)
@@ -145,13 +170,15 @@ def _entry_of(task: RolloutTask) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with Python's own numbers and texts in place of numpy's."""
+    """Return a value that `repr` writes as a literal: numpy's numbers as Python's, other objects as text."""
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set):
         return type(value)(_plain(item) for item in value)
     value = value.item() if hasattr(value, "item") else value
-    return str(value) if isinstance(value, str) else value
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and isfinite(value)):
+        return value
+    return str(value)
 
 
 @cache

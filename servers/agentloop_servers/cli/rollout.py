@@ -13,9 +13,9 @@ from agentloop.types import OnStale, StalenessLimit
 from agentloop_servers.cli import load
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (
-    EnvironmentTasks,
     REPORT_NAME,
     AgentCollect,
+    EnvironmentTasks,
     RunOptions,
     ServiceAddress,
     WeightPush,
