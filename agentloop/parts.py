@@ -37,7 +37,10 @@ DEFAULT_TOOLS = "default_tools"
 """The group of tools that each worker has without configuration: they run on any host and are safe for any task."""
 
 ENVIRONMENTS = "environments"
-"""The group of environments: `agentloop.rollout.Environment` classes, by the names that tasks give."""
+"""The group of environments: `agentloop.rollout.Environment` classes, by the names that tasks give.
+
+A class with variants is named with one of them, as in `bfcl:multi_turn_base`.
+"""
 
 ENGINES = "engines"
 """The group of kinds of engines, with `check(entry)`, which raises ValueError, and `build(entry, fields)`."""
@@ -106,6 +109,18 @@ PARTS = (
         "serve",
         "the HTTP dialects and control verbs of vLLM's and SGLang's servers",
         {ROUTES: {"contracts": "agentloop_contracts.routes:contracts"}},
+    ),
+    Part(
+        "agentloop_environments",
+        "environments",
+        "published task sets: BFCL, reasoning-gym and TextArena",
+        {
+            ENVIRONMENTS: {
+                "bfcl": "agentloop_environments.bfcl:Bfcl",
+                "reasoning_gym": "agentloop_environments.reasoning:ReasoningGym",
+                "textarena": "agentloop_environments.games:TextArena",
+            }
+        },
     ),
     Part(
         "agentloop_isolation",
@@ -256,6 +271,12 @@ def configured(group: str, name: str, given: Mapping[str, Any], *, param: str) -
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False))
         raise InvalidRequest(f"settings of {name}: {'; '.join(problems)}", param=param) from error
+
+
+def split_variant(group: str, name: str) -> tuple[str, str]:
+    """Split `NAME:VARIANT`, where NAME is registered. An import path has an empty name."""
+    registered_name, _, variant = name.partition(":")
+    return (registered_name, variant) if not variant or is_known(group, registered_name) else ("", name)
 
 
 def find(group: str, name: str, *, param: str, shipped: Iterable[str] = ()) -> Any:

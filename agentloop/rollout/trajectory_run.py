@@ -273,7 +273,8 @@ class TrajectoryRun:
                     )
             environment = None
             if task.environment is not None:
-                environment = replace(await parts.environments.get(task.environment), models=parts.models)
+                loaded = await parts.environments.get(task.environment)
+                environment = replace(loaded, models=parts.models, task=task)
             seed = trajectory_seed(assignment)
             scope = parts.toolbox.open(task.tools, assignment.assignment_id, seed, environment)
         except AgentLoopError as error:

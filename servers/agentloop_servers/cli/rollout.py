@@ -15,6 +15,7 @@ from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (
     REPORT_NAME,
     AgentCollect,
+    EnvironmentTasks,
     RunOptions,
     ServiceAddress,
     WeightPush,
@@ -67,7 +68,16 @@ def rollout(
     tasks: Tasks = None,
     environment: Annotated[
         str | None,
-        typer.Option(help="Use an environment's tasks: a registered name, or a path such as my_env:Shop."),
+        typer.Option(
+            help="Use an environment's tasks: a registered name, a task set such as bfcl:multi_turn_base or "
+            "reasoning_gym:chain_sum, or a path such as my_env:Shop."
+        ),
+    ] = None,
+    task_count: Annotated[
+        int | None, typer.Option(min=1, help="Use this many of the environment's tasks. Default: all.")
+    ] = None,
+    task_seed: Annotated[
+        int | None, typer.Option(min=0, help="Shuffle or generate the environment's tasks with this seed.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories per task.")] = 2,
     keep: Keep = None,
@@ -119,17 +129,21 @@ def rollout(
         weights = None
         if not no_push and (directory := push or shipped) is not None:
             weights = WeightPush(given("weights", "--push", directory), push_version, push_after)
-        source = _source(tasks or (SHIPPED_TASKS if model is None else MODEL_TASKS), environment)
+        source = _source(
+            tasks or (SHIPPED_TASKS if model is None else MODEL_TASKS), environment, task_seed, task_count
+        )
         options = RunOptions(source, samples, out, weights, limit, keep)
         where = loaded_config(config, model, Console()) if url is None else ServiceAddress(url, api_key, admin_key)
         _roll_out(where, options, agent, agent_command, concurrency)
 
 
-def _source(tasks: Path, environment: str | None) -> Path | str:
+def _source(tasks: Path, environment: str | None, seed: int | None, count: int | None) -> Path | EnvironmentTasks:
     if environment is None:
+        if seed is not None or count is not None:
+            raise typer.BadParameter("--task-seed and --task-count need --environment")
         return given("tasks", "--tasks", tasks)
     find_modules_here()
-    return environment
+    return EnvironmentTasks(environment, seed, count)
 
 
 def _roll_out(
