@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +21,8 @@ from agentloop_servers.cli.run import ServiceAddress
 from agentloop_servers.cli.terminal import (
     DEFAULT_URL,
     ApiKey,
+    TaskCount,
+    TaskSeed,
     Url,
     clear_errors,
     find_modules_here,
@@ -61,10 +62,8 @@ def run(
         Path | None, typer.Option(help="A file of tasks, one JSON object per line, instead of environments.")
     ] = None,
     samples: Annotated[int, typer.Option("--samples", "-k", min=1, max=1024, help="Samples per task.")] = 8,
-    max_tasks: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate a random subset of this many tasks per environment.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the subset.")] = 0,
+    task_count: TaskCount = None,
+    task_seed: TaskSeed = None,
     pass_at: Annotated[float, typer.Option(help="A sample passes with at least this reward.")] = 1.0,
     priority: Annotated[
         int, typer.Option(help="Below 0: samples start when no training sample waits; above 0: they overtake it.")
@@ -78,7 +77,7 @@ def run(
     """Sample each task several times on a running service, and report pass rates with confidence intervals."""
     console = Console()
     with clear_errors():
-        chosen = _chosen_tasks(environments or [], tasks, max_tasks, seed)
+        chosen = _chosen_tasks(environments or [], tasks, task_seed, task_count)
         folder = out or _new_folder()
         if (folder / "evaluation.json").exists():
             raise InvalidRequest(f"{folder} has an evaluation already: choose another --out", param="--out")
@@ -119,20 +118,14 @@ def compare_evaluations(
 
 
 def _chosen_tasks(
-    environments: list[str], file: Path | None, max_tasks: int | None, seed: int
+    environments: list[str], file: Path | None, seed: int | None, count: int | None
 ) -> list[RolloutTask]:
     if bool(environments) == (file is not None):
         raise InvalidRequest("give either environments or --tasks", param="environments")
     if file is not None:
-        return _subset(load_tasks(given("tasks", "--tasks", file)), max_tasks, seed)
+        return load_tasks(given("tasks", "--tasks", file))
     find_modules_here()
-    return [task for name in environments for task in _subset(tasks_of(name), max_tasks, seed)]
-
-
-def _subset(tasks: list[RolloutTask], max_tasks: int | None, seed: int) -> list[RolloutTask]:
-    if max_tasks is None or max_tasks >= len(tasks):
-        return tasks
-    return random.Random(seed).sample(tasks, max_tasks)
+    return [task for name in environments for task in tasks_of(name, seed=seed, count=count)]
 
 
 def _new_folder() -> Path:

@@ -28,6 +28,8 @@ from agentloop_servers.cli.terminal import (
     ApiKey,
     Model,
     Out,
+    TaskCount,
+    TaskSeed,
     clear_errors,
     find_modules_here,
     given,
@@ -53,6 +55,18 @@ MODEL_TASKS = Path("examples/data/short_answers.jsonl")
 
 app = typer.Typer()
 
+EnvironmentName = Annotated[
+    str | None,
+    typer.Option(
+        "--environment",
+        help="Use an environment's tasks: a registered name, a task set such as bfcl:multi_turn_base or "
+        "reasoning_gym:chain_sum, or a path such as my_env:Shop.",
+    ),
+]
+Push = Annotated[
+    Path | None,
+    typer.Option(help=f"A folder of weights to push during the run; {SHIPPED_PUSH} for the shipped config."),
+]
 Agent = Annotated[
     str | None,
     typer.Option(help="Your agent, my_module:run: run(task, base_url, api_key) returns a reward or None."),
@@ -66,27 +80,14 @@ AgentCommand = Annotated[
 @app.command()
 def rollout(
     tasks: Tasks = None,
-    environment: Annotated[
-        str | None,
-        typer.Option(
-            help="Use an environment's tasks: a registered name, a task set such as bfcl:multi_turn_base or "
-            "reasoning_gym:chain_sum, or a path such as my_env:Shop."
-        ),
-    ] = None,
-    task_count: Annotated[
-        int | None, typer.Option(min=1, help="Use this many of the environment's tasks. Default: all.")
-    ] = None,
-    task_seed: Annotated[
-        int | None, typer.Option(min=0, help="Shuffle or generate the environment's tasks with this seed.")
-    ] = None,
+    environment: EnvironmentName = None,
+    task_count: TaskCount = None,
+    task_seed: TaskSeed = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories per task.")] = 2,
     keep: Keep = None,
     config: Config = DEFAULT_CONFIG,
     model: Model = None,
-    push: Annotated[
-        Path | None,
-        typer.Option(help=f"A folder of weights to push during the run; {SHIPPED_PUSH} for the shipped config."),
-    ] = None,
+    push: Push = None,
     no_push: Annotated[bool, typer.Option("--no-push", help="Push no weights.")] = False,
     push_version: Annotated[int, typer.Option(min=0, help="The version of the pushed weights.")] = 1,
     push_after: Annotated[

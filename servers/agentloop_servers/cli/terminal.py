@@ -26,6 +26,12 @@ T = TypeVar("T")
 Url = Annotated[str, typer.Option("--url", envvar="AGENTLOOP_URL", help="The URL of the service.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="AGENTLOOP_KEY", help="A user's API key.")]
 AdminKey = Annotated[str | None, typer.Option("--admin-key", envvar="AGENTLOOP_ADMIN_KEY", help="The admin key.")]
+TaskCount = Annotated[
+    int | None, typer.Option(min=1, help="Use this many of the environment's tasks. Default: all.")
+]
+TaskSeed = Annotated[
+    int | None, typer.Option(min=0, help="Shuffle or generate the environment's tasks with this seed.")
+]
 Out = Annotated[Path, typer.Option("--out", help="The parent folder of run directories.")]
 Model = Annotated[
     str | None,
