@@ -296,6 +296,7 @@ def test_the_lines_of_an_excerpt_are_in_its_file(key: tuple[str, int]) -> None:
     assert [line for line in text.splitlines() if line.strip() and line.strip() not in lines] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", PROGRAMS, ids=lambda key: f"{key[0]}-{key[1]}")
 async def test_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: tuple[str, int]) -> None:
     program, (_, text) = PROGRAMS[key], blocks()[key]
