@@ -511,7 +511,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "finite weights with uniform logits",
-        "the canary replica refuses them with an error; the others keep their weights; none of their tokens is sent",
+        "the canary replica refuses them with an error; the others keep their weights; no token is sent",
         (
             "fleet/test_noise.py::test_the_first_refuses_noise_and_the_fleet_stays_where_it_was",
             "servers/engines/vllm/test_vllm_weights.py::test_noise_is_refused_and_no_token_of_it_given_out",
@@ -530,8 +530,8 @@ def page() -> str:
         "proves it. `python -m tests.faults.matrix` writes the page.",
         "",
         "`make test-faults` runs 1,000 seeded fault schedules on the complete service in virtual time",
-        '(`ARGS="--count 10000"` for more, `ARGS="--seed 17"` to repeat one). `make soak` kills processes of a real',
-        "service.",
+        '(`ARGS="--count 10000"` for more, `ARGS="--seed 17"` to repeat one). `make soak` kills processes of',
+        "a real service.",
         "",
         "| # | case | expected | tests |",
         "|---:|---|---|---|",
