@@ -37,13 +37,19 @@ DEFAULT_TOOLS = "default_tools"
 """The group of tools that each worker has without configuration: they run on any host and are safe for any task."""
 
 ENVIRONMENTS = "environments"
-"""The group of environments: `agentloop.rollout.Environment` classes, by the names that tasks give."""
+"""The group of environments: `agentloop.rollout.Environment` classes, by the names that tasks give.
+
+A class with variants is named with one of them, as in `bfcl:multi_turn_base`.
+"""
 
 ENGINES = "engines"
 """The group of kinds of engines, with `check(entry)`, which raises ValueError, and `build(entry, fields)`."""
 
 EXPORTERS = "exporters"
 """The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
+
+MODELS = "models"
+"""The group of sources of models that are not folders: an `agentloop_servers.config.models.ModelSource`."""
 
 PARSERS = "parsers"
 """The group of parsers by kind: called with a model folder and FAMILY for `chat.parser: KIND:FAMILY`."""
@@ -105,10 +111,31 @@ PARTS = (
         {ROUTES: {"contracts": "agentloop_contracts.routes:contracts"}},
     ),
     Part(
+        "agentloop_environments",
+        "environments",
+        "published task sets: BFCL, reasoning-gym and TextArena",
+        {
+            ENVIRONMENTS: {
+                "bfcl": "agentloop_environments.bfcl:Bfcl",
+                "reasoning_gym": "agentloop_environments.reasoning:ReasoningGym",
+                "textarena": "agentloop_environments.games:TextArena",
+            }
+        },
+    ),
+    Part(
         "agentloop_isolation",
         "serve",
         "a process for each trajectory",
         {TRAJECTORY_RUNNERS: {"process": "agentloop_isolation.processes:IsolatedRuns.of_worker"}},
+    ),
+    Part(
+        "agentloop_models",
+        "models",
+        "models by name: published GGUF files, hub ids and `.gguf` files",
+        {
+            COMMANDS: {"models": "agentloop_models.command:app"},
+            MODELS: {"published": "agentloop_models.source:published_models"},
+        },
     ),
     Part(
         "agentloop_postgres",
@@ -160,6 +187,12 @@ PARTS = (
             SANDBOXES: {"bubblewrap": "agentloop_tools.sandbox.bubblewrap:Bubblewrap"},
             TOOLS: {"shell": "agentloop_tools.shell:ShellTool"},
         },
+    ),
+    Part(
+        "agentloop_eval",
+        "serve",
+        "evaluations of a served policy, and their comparison",
+        {COMMANDS: {"eval": "agentloop_eval.command:app"}},
     ),
     Part("agentloop_trainers", "trl", "adapters for TRL and verl, and training rows for other trainers"),
     Part(
@@ -238,6 +271,12 @@ def configured(group: str, name: str, given: Mapping[str, Any], *, param: str) -
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False))
         raise InvalidRequest(f"settings of {name}: {'; '.join(problems)}", param=param) from error
+
+
+def split_variant(group: str, name: str) -> tuple[str, str]:
+    """Split `NAME:VARIANT`, where NAME is registered. An import path has an empty name."""
+    registered_name, _, variant = name.partition(":")
+    return (registered_name, variant) if not variant or is_known(group, registered_name) else ("", name)
 
 
 def find(group: str, name: str, *, param: str, shipped: Iterable[str] = ()) -> Any:

@@ -104,6 +104,7 @@ def test_the_engines_are_extras():
         "sglang",
         "renderers",
         "mcp",
+        "models",
         "postgres",
         "otel",
         "trl",

@@ -117,7 +117,7 @@ async def test_names_that_nothing_registers_are_refused_with_those_that_are(acme
         for given, known in (
             (
                 {"environment": "bakery"},
-                "as 'bakery'; there are: shop, or an import path",
+                "as 'bakery'; there are: bfcl, reasoning_gym, shop, textarena, or an import path",
             ),
             ({"reward": "rude"}, "as 'rude'; there are: contains_reference, exact_match, polite, or an import"),
         ):

@@ -110,6 +110,9 @@ ID_PATTERN = r"^[A-Za-z0-9._\-]{1,128}$"
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
+EnvironmentName = Annotated[
+    str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z0-9_][A-Za-z0-9_.\-]*)?$")
+]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Text = Annotated[str, Field(max_length=MAX_TASK_CONTENT_CHARS)]
 _TEMPERATURES: JsonDict = {"anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE}]}
@@ -447,7 +450,7 @@ class TaskBody(SamplingOptionsBody):
     )
     template_kwargs: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
     tool_setup: dict[Name, Json] = Field(default_factory=dict, max_length=MAX_TASK_TOOLS)
-    environment: ImportName | None = None
+    environment: EnvironmentName | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache, cached_property
+from random import Random
 from types import NoneType
 from typing import Any, ClassVar, TypeAlias
 
@@ -20,10 +22,10 @@ import orjson
 
 from agentloop import parts
 from agentloop.concurrency.aio import call_user_code
-from agentloop.errors import InvalidRequest, ToolError
+from agentloop.errors import InvalidRequest, InvariantBroken, ToolError
 from agentloop.plugins import made
 from agentloop.rollout.models import ModelsPort, NoModels, OtherModel
-from agentloop.rollout.tool import FunctionTool, ToolSpec
+from agentloop.rollout.tool import FunctionTool, Tool, ToolSession, ToolSpec
 from agentloop.score import Score
 from agentloop.types import JSON, Message, RolloutTask, ToolCall
 
@@ -44,6 +46,8 @@ def call(tool: str, **arguments: JSON) -> ToolCall:
 class Environment:
     """One episode of a task. Subclasses define the tools of the policy as methods decorated with `@tool`.
 
+    A class whose tools differ from task to task describes them in `task_tools` and implements `call_tool`. A class
+    with several task sets lists their names in `variants`; `NAME:VARIANT` then selects a subclass with `variant`.
     All methods except `tasks` and `gold` may be `async`. `open` sets the state as attributes of `self`.
     """
 
@@ -51,6 +55,7 @@ class Environment:
     react_timeout_s: ClassVar[float] = 60.0
     score_timeout_s: ClassVar[float] = 60.0
     close_timeout_s: ClassVar[float] = 10.0
+    variant: ClassVar[str] = ""
     task: RolloutTask
     seed: int  # the trajectory's seed: use it for all randomness
 
@@ -60,12 +65,37 @@ class Environment:
         return ()
 
     @classmethod
+    def variants(cls) -> Collection[str]:
+        """Return the names of the task sets, if there are several."""
+        return ()
+
+    @classmethod
+    def choose_tasks(cls, seed: int | None, count: int | None) -> Iterable[RolloutTask]:
+        """Return `count` tasks (None: all), in an order that depends on `seed` (None: the order of `tasks`).
+
+        An environment that generates tasks uses `seed` and `count` for their generation.
+        """
+        tasks = list(cls.tasks())
+        if seed is not None:
+            Random(seed).shuffle(tasks)
+        return tasks[:count]
+
+    @classmethod
+    def task_tools(cls, task: RolloutTask) -> Sequence[ToolSpec]:
+        """Return the tools of one task, in addition to the methods decorated with `@tool`."""
+        return ()
+
+    @classmethod
     def gold(cls, task: RolloutTask) -> Sequence[ScriptedTurn] | None:
         """Return the turns of a policy that solves the task; None if they are unknown."""
         return None
 
     async def open(self, task: RolloutTask) -> None:
         """Build the state. Raise InvalidRequest for a task that the environment does not support."""
+
+    async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
+        """Return the result of a call of one of `task_tools`. Raise ToolError with a message for the policy."""
+        raise ToolError(f"{type(self).__name__} does not implement call_tool()")
 
     async def react(self, messages: Sequence[Message]) -> str | None:
         """Return the user's reply to a turn without tool calls.
@@ -195,6 +225,7 @@ class LoadedEnvironment:
     kind: type[Environment]
     path: str
     models: ModelsPort = field(default_factory=NoModels)
+    task: RolloutTask | None = field(default=None, compare=False)  # its `task_tools` are among `tools()`
 
     @cached_property
     def spec(self) -> ToolSpec:
@@ -213,6 +244,15 @@ class LoadedEnvironment:
         """The methods decorated with `@tool`, by tool name; those of base classes first."""
         return _methods_of(self.kind, self.path)  # type: ignore[arg-type] # mypy takes the hash of its objects
 
+    def tools(self) -> Mapping[str, Tool]:
+        """Return all tools of the policy: `methods`, then those of the task. Raises InvalidRequest."""
+        task = self.task
+        if task is None:
+            return self.methods
+        specs = made(lambda: self.kind.task_tools(task), f"{self.path}.task_tools() failed", param="environment")
+        own = {spec.name: TaskTool(replace(spec, environment=self.path, has_state=True)) for spec in specs}
+        return {**self.methods, **own}
+
     def open_session(self, trajectory_id: str, seed: int) -> OpenEnvironment:
         environment = self.kind()
         environment._begin(trajectory_id, seed, self.models)
@@ -220,6 +260,19 @@ class LoadedEnvironment:
 
     async def close(self) -> None:
         """Do nothing: trajectories share no resources."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTool:
+    """A tool of `Environment.task_tools`. The environment's session answers its calls."""
+
+    spec: ToolSpec
+
+    def open_session(self, trajectory_id: str, seed: int) -> ToolSession:
+        raise InvariantBroken(f"the tool {self.spec.name!r} of an environment has no session of its own")
+
+    async def close(self) -> None:
+        """Do nothing: the tool has no resources."""
 
 
 @cache
@@ -248,8 +301,11 @@ class OpenEnvironment:
         raise ToolError("an environment cannot be called itself: call one of its tools")
 
     async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
-        """Call the tool method `name` and return its result. Raises ToolError, ToolLost and EndEpisode."""
-        return await self._methods[name].call_on((self.environment,), arguments)
+        """Call the tool `name` and return its result. Raises ToolError, ToolLost and EndEpisode."""
+        if name in self._methods:
+            return await self._methods[name].call_on((self.environment,), arguments)
+        result: str = await call_user_code(self.environment.call_tool, name, arguments)
+        return result
 
     async def react(self, messages: Sequence[Message]) -> str | None:
         """Return the user's reply, or None. Raises EndEpisode."""
@@ -273,11 +329,12 @@ class OpenEnvironment:
 
 
 def load_environment(path: str) -> LoadedEnvironment:
-    """Load the environment class with this registered name or import path.
+    """Load the environment class with this registered name, `NAME:VARIANT` or import path.
 
     Raises InvalidRequest with param "environment".
     """
-    kind = parts.find(parts.ENVIRONMENTS, path, param="environment")
+    name, variant = parts.split_variant(parts.ENVIRONMENTS, path)
+    kind = parts.find(parts.ENVIRONMENTS, name or path, param="environment")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise InvalidRequest(f"{path!r} is not a subclass of agentloop.rollout.Environment", param="environment")
     life_s = kind.open_timeout_s + kind.score_timeout_s + kind.close_timeout_s
@@ -287,13 +344,31 @@ def load_environment(path: str) -> LoadedEnvironment:
             f"at most {MAX_LIFE_S:g} s",
             param="environment",
         )
-    return LoadedEnvironment(kind, path)
+    chosen = _variant_of(kind, name or path, variant if name else "")  # type: ignore[arg-type] # mypy: as above
+    return LoadedEnvironment(chosen, path)
 
 
-def tasks_of(path: str) -> list[RolloutTask]:
-    """Return the tasks of an environment, with their `environment` set to `path`. Raises InvalidRequest."""
-    loaded = load_environment(path)
-    tasks = made(lambda: list(loaded.kind.tasks()), f"{path}.tasks() failed", param="environment")
+@cache
+def _variant_of(kind: type[Environment], name: str, variant: str) -> type[Environment]:
+    """Return the subclass for a variant; the class itself if it has no variants. Raises InvalidRequest."""
+    variants = made(lambda: sorted(kind.variants()), f"{name}.variants() failed", param="environment")
+    if variant in variants or not (variant or variants):
+        return type(kind.__name__, (kind,), {"variant": variant}) if variant else kind
+    if not variants:
+        raise InvalidRequest(f"environment {name!r} has no variants: remove ':{variant}'", param="environment")
+    near = get_close_matches(variant, variants, n=3, cutoff=0.5)
+    listed = f"did you mean {' or '.join(near)}?" if near else f"expected {', '.join(variants)}"
+    problem = f"has no variant {variant!r}" if variant else f"needs a variant, as in {name}:{variants[0]}"
+    raise InvalidRequest(f"environment {name!r} {problem}; {listed}", param="environment")
+
+
+def tasks_of(path: str, *, seed: int | None = None, count: int | None = None) -> list[RolloutTask]:
+    """Return the tasks of an environment, with their `environment` set to `path`. Raises InvalidRequest.
+
+    With a `seed` they are shuffled, or generated from it. `count` limits their number.
+    """
+    kind = load_environment(path).kind
+    tasks = made(lambda: list(kind.choose_tasks(seed, count)), f"{path}.tasks() failed", param="environment")
     return [replace(task, environment=path) for task in tasks]
 
 

@@ -153,7 +153,7 @@ class Toolbox:
             if name in names[:index]:
                 raise InvalidRequest(f"tool {name!r} is listed twice in the task's tools", param="tools")
         declared = {name: self._tools[name] for name in names}
-        for tool in () if environment is None else environment.methods.values():
+        for tool in () if environment is None else environment.tools().values():
             if declared.setdefault(tool.spec.name, tool) is not tool:
                 raise InvalidRequest(
                     f"the task's tools and its environment both have a tool {tool.spec.name!r}: remove one of them",
@@ -252,7 +252,7 @@ class ToolScope:
     @property
     def definitions(self) -> list[dict[str, JSON]]:
         """The definitions of the tools, with the environment's tools last."""
-        return [tool.spec.definition() for tool in self._tools.values()]
+        return [tool.spec.definition() for tool in self._tools.values() if tool.spec.is_listed]
 
     @property
     def environment(self) -> Any:
@@ -561,7 +561,8 @@ class ToolScope:
         if call.status is ToolCallStatus.MALFORMED:
             answer = _Answer(call.error or "malformed tool call", ToolOutcome.ERROR)
         elif (tool := self._tools.get(call.name)) is None:
-            unknown = f"unknown tool {call.name!r}. Available: {_listed(self._tools)}"
+            names = (name for name, tool in self._tools.items() if tool.spec.is_listed)
+            unknown = f"unknown tool {call.name!r}. Available: {_listed(names)}"
             answer = _Answer(unknown, ToolOutcome.UNKNOWN)
         else:
             max_bytes = min(max_bytes, tool.spec.max_output_bytes)

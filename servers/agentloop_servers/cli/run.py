@@ -62,10 +62,19 @@ class WeightPush:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
-    """The tasks of a run (a file, or an environment), and the folder that it writes to."""
+class EnvironmentTasks:
+    """The environment of a run, and the seed and number of its tasks."""
 
-    tasks: Path | str
+    environment: str
+    seed: int | None = None
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The tasks of a run (a file, or an environment's), and the folder that it writes to."""
+
+    tasks: Path | EnvironmentTasks
     num_samples: int
     out: Path
     push: WeightPush | None
@@ -74,7 +83,9 @@ class RunOptions:
 
     def load_tasks(self) -> list[RolloutTask]:
         """Return the tasks. Raises InvalidRequest if they cannot be read."""
-        return load_tasks(self.tasks) if isinstance(self.tasks, Path) else tasks_of(self.tasks)
+        if isinstance(self.tasks, Path):
+            return load_tasks(self.tasks)
+        return tasks_of(self.tasks.environment, seed=self.tasks.seed, count=self.tasks.count)
 
 
 @dataclass(frozen=True, slots=True)

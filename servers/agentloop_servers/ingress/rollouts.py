@@ -343,9 +343,11 @@ class RolloutRoutes:
                 if ":" not in task.loop:
                     load_loop(task.loop)
                 if task.environment is not None:
-                    self._allowed_imports.check(task.environment, param="environment")
-                    if ":" not in task.environment:
-                        parts.path_of(parts.ENVIRONMENTS, task.environment, param="environment")
+                    name, _ = parts.split_variant(parts.ENVIRONMENTS, task.environment)
+                    if name:
+                        parts.path_of(parts.ENVIRONMENTS, name, param="environment")
+                    else:
+                        self._allowed_imports.check(task.environment, param="environment")
                 if isinstance(task.reward, JudgeBody):
                     if task.reward.model not in self._models:
                         raise unknown_model(task.reward.model, self._models, "reward.model")
