@@ -220,6 +220,15 @@ def test_every_page_that_a_file_names_exists():
                 assert (ROOT / page).is_file(), f"{name}: {page}"
 
 
+def test_every_path_in_the_contributing_page_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:agentloop|servers|tools|tests|examples)/[\w/.-]+)", text)
+    assert len(paths) >= 30
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    targets = re.findall(r"^(test[\w-]*|check|docs|house):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"`make ([\w-]+)", text)) <= set(targets)
+
+
 PIP_SAYS = """Collecting aiohttp==3.12 (from -r lock (line 1))
   Downloading aiohttp-3.12-cp311.whl (1.7 MB)
 Requirement already satisfied: rich==15.0.0 in ./lib (from -r lock (line 2)) (15.0.0)

@@ -47,7 +47,7 @@ class Row:
 ROWS: tuple[Row, ...] = (
     Row(
         "SIGKILL of a replica while it decodes, not streamed",
-        "the turn goes on at another replica with the same prompt ids; one committed turn; others untouched",
+        "the turn continues on another replica with the same prompt ids; one committed turn; others are unaffected",
         (
             f"{_WORKER}a_lost_replica_costs_a_retry_elsewhere",
             f"{_SERVICE}a_killed_part_costs_no_accepted_task",
@@ -56,12 +56,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "the same, streamed, after some tokens",
-        "it goes on from the ids that were given out; no token twice",
+        "it continues from the ids that were sent; no token is repeated",
         (f"{_LEASED}a_cut_stream_goes_on_without_a_token_more_or_less", _SCHEDULES),
     ),
     Row(
         "SIGKILL of a worker",
-        "its trajectories go on at their last turn; no tool whose answer was kept runs again; `attempt` counts",
+        "its trajectories resume at their last turn; stored tool results are reused; `attempt` increases",
         (
             f"{_JOURNAL}it_goes_on_after_every_death",
             f"{_JOURNAL}a_trajectory_goes_on_at_its_last_turn_and_runs_no_tool_again",
@@ -70,7 +70,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "SIGKILL of ingress or coordinator",
-        "new requests wait or are refused with 503; sessions and accepted work are intact",
+        "new requests wait or get 503; sessions and accepted work are intact",
         (
             f"{_ENDPOINT}a_killed_ingress_process_loses_nothing_that_was_answered",
             f"{_COORDINATOR}a_restart_loses_nothing_and_adopts_what_runs",
@@ -80,7 +80,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "all replicas dead",
-        "503 with Retry-After; work stays queued, bounded; it recovers unaided",
+        "503 with Retry-After; work stays in bounded queues; the service recovers automatically",
         (
             f"{_COORDINATOR}without_a_replica_work_stays_queued",
             f"{_REPLICAS}a_lost_replicas_trajectories_move",
@@ -88,8 +88,8 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        "an engine hangs: no tokens, its port open",
-        "a watchdog ends it, its requests fail as lost and go on elsewhere",
+        "an engine hangs: it returns no tokens, and its port is open",
+        "a watchdog stops it; its requests fail as lost and continue on another replica",
         (
             f"{_REPLICA}a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lost",
             f"{_REPLICAS}a_replica_that_accepts_everything_and_answers_nothing_is_taken_out",
@@ -98,7 +98,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "pause (keep) during many turns, then resume",
-        "no error, no token lost or repeated; spans show both versions",
+        "no errors; no token is lost or repeated; spans contain both versions",
         (
             "fleet/test_weight_update.py::test_with_simulated_engines",
             f"{_SERVICE}an_update_under_load_loses_nothing",
@@ -107,12 +107,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "pause while a client streams for longer than its read timeout",
-        "keep-alive comments; the client survives",
+        "keep-alive comments are sent; the client does not time out",
         (f"{_DISCONNECTS}08_comments_keep_a_stream_alive_through_a_pause",),
     ),
     Row(
         "a pause without a resume",
-        "after a while new calls get 503, health says so, held calls are bounded",
+        "after `max_pause_s` new calls get 503, the health check fails, and the number of waiting calls is bounded",
         (f"{_REPLICA}a_pause_that_nobody_ends_refuses_new_requests_and_holds_those_it_has",),
     ),
     Row(
@@ -122,12 +122,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a weight update fails on one of several replicas",
-        "that one is fenced; the fleet's version is told truthfully",
+        "the replica is quarantined; the reported fleet version is correct",
         (f"{_UPDATE}one_replica_fails_and_the_others_go_on", _SCHEDULES),
     ),
     Row(
         "a crash between pause and resume",
-        "a replica takes traffic again only with the right version",
+        "a replica accepts traffic only with the fleet's version",
         (
             f"{_REPLICAS}a_coordinator_that_dies_after_the_first_commit_brings_the_others_after_it",
             f"{_UPDATE}an_update_cut_short_leaves_no_replica_in_between",
@@ -136,7 +136,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a stale replica answers with an old version",
-        "its spans say so; what a run's staleness limit forbids is refused",
+        "its spans contain the old version; the run's staleness limit applies",
         (
             "fleet/test_registry.py::test_a_suspect_that_missed_an_update_does_not_come_back_with_old_weights",
             f"{_LEASED}a_continuation_never_goes_back_in_weight_versions",
@@ -145,7 +145,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a client disconnects, streamed or not",
-        "the engine's request ends within a second; no task is left; the session says so",
+        "the engine's request ends within a second; no task remains; the session records it",
         (
             f"{_DISCONNECTS}14_a_client_that_leaves_frees_the_engine",
             f"{_ENDPOINT}a_client_that_leaves_ends_the_call_in_the_engine_through_either_process",
@@ -153,7 +153,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "an SDK's timeout, then its automatic retry",
-        "the stored answer, or the call that runs; exactly one turn",
+        "the retry gets the stored answer or joins the running call; exactly one turn",
         (
             f"{_RETRIES}a_committed_answer_is_given_again",
             f"{_RETRIES}retries_join_the_call_in_flight",
@@ -163,7 +163,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "two equal prompts at once, neither a retry",
-        "two siblings",
+        "two sibling turns",
         (f"{_RETRIES}identical_bodies_are_two_samples",),
     ),
     Row(
@@ -172,7 +172,7 @@ ROWS: tuple[Row, ...] = (
         ("sessions/test_session.py::test_two_hundred_turns_at_once",),
     ),
     Row(
-        "a network to the engine that drops, delays and cuts",
+        "a network to the engine that drops, delays and cuts connections",
         "deadlines hold; retries are bounded",
         (
             "servers/endpoint/test_cut_connections.py::test_no_turn_is_doubled_or_lost_when_connections_are_cut",
@@ -182,7 +182,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a half-open connection to the engine",
-        "noticed by keep-alive and by silence",
+        "detected by TCP keep-alive and by missing heartbeats",
         (
             "servers/private_http/test_private_http.py::test_both_ends_of_a_connection_notice_a_vanished_peer",
             f"{_REPLICA}a_replica_that_falls_silent_is_lost",
@@ -199,12 +199,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "an engine's text differs from its ids",
-        "the ids win",
-        why_not="engines are asked for ids alone; no text of theirs is read, so none can differ.",
+        "the ids are used",
+        why_not="engines return ids only; the service reads no text from engines.",
     ),
     Row(
-        "a tool raises, times out, is killed, prints without end, forks",
-        "a tool message with the error; caps hold; the worker is healthy",
+        "a tool raises, times out, is killed, prints endlessly, forks",
+        "the policy gets a tool message with the error; limits are enforced; the worker stays healthy",
         (
             f"{_USER_CODE}what_a_tool_raises_is_an_answer",
             f"{_USER_CODE}a_huge_answer_is_cut_before_it_is_encoded",
@@ -215,12 +215,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a tool ignores its cancellation",
-        "it is abandoned after a grace, its slot is free",
+        "it is abandoned after a grace period, and its slot is released",
         (f"{_TOOLBOX}a_tool_that_ignores_cancellation_is_abandoned_and_frees_its_slot",),
     ),
     Row(
-        "a tool's output has control tokens, fake calls, ANSI, NUL",
-        "plain text: no control token, no extra role",
+        "a tool's output contains control tokens, fake calls, ANSI, NUL",
+        "it is plain text: no control token, no additional role",
         (
             "rendering/test_tokenizer.py::test_content_is_encoded_as_the_text_it_is",
             "rendering/test_tokenizer.py::test_nul_and_escape_codes_pass_exactly",
@@ -228,7 +228,7 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        "a tool's output tells the agent to call admin or file URLs",
+        "a tool's output asks the agent to call admin or file URLs",
         "only declared tools can be called",
         (
             f"{_TOOLBOX}an_undeclared_tool_is_as_unknown_as_one_that_does_not_exist",
@@ -237,7 +237,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "an unknown tool, bad arguments, ten thousand calls in a turn",
-        "an error message for each call; a cap on calls; no exception",
+        "an error message for each call; a limit on calls; no exception",
         (
             f"{_WORKER}an_unknown_tool_and_bad_arguments_are_answered",
             f"{_HERMES}calls_beyond_the_cap_are_reported_as_one",
@@ -246,7 +246,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "the model repeats the same call",
-        "limits of turns, calls and time end the trajectory with their reason",
+        "limits of turns, calls and time end the trajectory with their stop reason",
         (
             f"{_WORKER}each_limit_has_its_stop_reason",
             "rollout/test_budget.py::test_the_trajectory_has_a_budget_of_calls",
@@ -254,7 +254,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "the disk is full, or read-only",
-        "new work is refused with 507; what runs is not lost; it goes on when there is room",
+        "new work gets 507; running work is not lost and continues when space is free",
         (
             "storage/test_full_disk.py::test_what_finds_no_room_is_refused_and_later_written",
             "servers/endpoint/test_sessions_end.py::test_a_full_disk_fails_calls_and_then_all_goes_on",
@@ -263,7 +263,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a torn tail, a flipped byte",
-        "a damaged store is refused by its name when the service starts; logs and journals are read without it",
+        "the service refuses to start and names the damaged store; logs and journals are read up to the damage",
         (
             "storage/test_sqlite.py::test_a_damaged_file_is_refused_and_a_sound_one_that_is_written_is_not",
             "servers/endpoint/test_open_calls_log.py::test_a_damaged_line_and_a_last_one_that_was_cut_off_are_passed_over",
@@ -272,12 +272,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "the wall clock jumps by an hour",
-        "no deadline moves; a coordinator's orders stay in order",
+        "deadlines do not change; a coordinator's orders stay in order",
         (f"{_REPLICA}a_new_process_outranks_the_one_before_it", _SCHEDULES),
     ),
     Row(
         "the event loop is blocked for seconds",
-        "the log names the cause; the time in which it stood still counts against no process",
+        "the log names the cause; the blocked time does not count as silence of other processes",
         (
             f"{_USER_CODE}what_blocks_the_event_loop_is_named",
             f"{_REPLICA}the_time_in_which_the_replica_itself_stood_still_does_not_count",
@@ -286,7 +286,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "memory or connections run out",
-        "load is shed, and it recovers",
+        "load is rejected, and the service recovers",
         (
             "servers/endpoint/test_registry.py::test_memory_that_is_all_in_use_is_an_overload",
             f"{_BAD_REQUESTS}36_the_oldest_connections_make_room",
@@ -295,39 +295,43 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "SIGTERM under load",
-        "nothing new begins, running work ends within its grace, the rest can be resumed",
+        "no new work starts, running work ends within the grace period, the rest can be resumed",
         (
             f"{_RESTART}a_service_that_stops_begins_nothing_and_leaves_the_rest_to_the_next",
             f"{_SERVICE}ctrl_c_leaves_no_process",
             f"{_SERVICE}a_part_that_is_told_to_end_gives_back_what_it_has_and_ends",
         ),
     ),
-    Row("a redeploy under load", "no connection is refused, nothing accepted is lost or doubled", (_DEPLOY,)),
+    Row(
+        "a redeploy under load",
+        "no connection is refused; accepted work is neither lost nor duplicated",
+        (_DEPLOY,),
+    ),
     Row(
         "a client that reads one byte a second",
-        "it is cut off; others do not wait",
+        "it is disconnected; other clients do not wait",
         (
             f"{_BAD_REQUESTS}35_who_does_not_read_is_cut_off_and_others_do_not_wait",
             f"{_BAD_REQUESTS}35_an_answer_that_nobody_takes_is_given_up",
         ),
     ),
     Row(
-        "headers or a body that do not come",
-        "closed at a deadline",
+        "headers or a body that do not arrive",
+        "the connection is closed at a deadline",
         (
             f"{_BAD_REQUESTS}36_headers_that_do_not_come_are_not_waited_for",
             f"{_BAD_REQUESTS}36_a_body_that_does_not_come_is_not_waited_for",
         ),
     ),
     Row(
-        "a body beyond the limit, chunked too",
-        "413 before more than the limit is held",
+        "a body beyond the limit, also chunked",
+        "413 before more than the limit is stored in memory",
         (f"{_BAD_REQUESTS}37_a_body_beyond_the_bound", f"{_BAD_REQUESTS}37_a_body_without_a_length"),
     ),
     Row("a compressed bomb", "415", (f"{_BAD_REQUESTS}38_compressed_bodies_are_not_taken",)),
     Row(
         "headers of 64 KB, ten thousand headers",
-        "431 or 400; the process lives",
+        "431 or 400; the process continues",
         (
             f"{_BAD_REQUESTS}39_too_many_headers",
             f"{_BAD_REQUESTS}39_what_has_no_end_is_not_listened_to",
@@ -336,7 +340,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "malformed, truncated or empty JSON, a wrong media type",
-        "400 in the envelope",
+        "400 in the dialect's error format",
         (f"{_BAD_INPUT}what_is_no_json", f"{_BAD_INPUT}40_the_wrong_media_type_is_named"),
     ),
     Row("nesting of 100,000, an integer of 5,000 digits", "400", (f"{_BAD_INPUT}what_is_no_json",)),
@@ -347,23 +351,23 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("a lone surrogate", "400", (f"{_BAD_INPUT}what_is_no_json", f"{_BAD_INPUT}bad_bodies")),
     Row(
-        "UTF-16, invalid UTF-8, names twice, NUL",
-        "400; of names that occur twice the last counts; NUL passes exactly",
+        "UTF-16, invalid UTF-8, duplicate names, NUL",
+        "400; the last of duplicate names is used; NUL is preserved",
         (
             f"{_BAD_INPUT}what_is_no_json",
             f"{_BAD_INPUT}44_of_duplicate_names_the_last_counts",
             f"{_BAD_INPUT}44_nul_and_control_characters_pass_exactly",
         ),
     ),
-    Row("a body with thousands of errors", "a few are told", (f"{_BAD_INPUT}bad_bodies",)),
+    Row("a body with thousands of errors", "the first errors are reported", (f"{_BAD_INPUT}bad_bodies",)),
     Row(
-        "a wrong type, a number beyond bounds, lists without end",
+        "a wrong type, a number out of range, lists that are too long",
         "400 that names the field",
         (f"{_BAD_INPUT}bad_bodies", f"{_BAD_INPUT}46_what_is_harmless_is_accepted"),
     ),
     Row(
         "a prompt longer than the context, odd `max_tokens`",
-        "400 `context_length_exceeded`; more than there is room for is cut",
+        "400 `context_length_exceeded`; `max_tokens` is reduced to the remaining context",
         (
             f"{_BAD_INPUT}47_more_than_the_context_holds_is_clamped",
             f"{_BAD_INPUT}bad_bodies",
@@ -372,7 +376,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a catastrophic pattern, grammar or schema",
-        "refused, or compiled where other calls do not wait",
+        "refused, or compiled without delaying other calls",
         (
             f"{_BAD_INPUT}48_a_pattern_that_is_catastrophic_to_match_does_not_hold_up_others",
             "sessions/test_refusals.py::test_what_cannot_be_constrained_is_refused",
@@ -380,7 +384,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "hostile output of the model, for each parser",
-        "linear time; content is kept",
+        "parsed in linear time; content is kept",
         (
             f"{_HERMES}hostile_text_takes_linear_time",
             "parsers/test_qwen3_xml.py::test_hostile_text_takes_linear_time",
@@ -398,12 +402,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "no key, a wrong key, two keys",
-        "401 in the envelope",
+        "401 in the dialect's error format",
         (f"{_KEYS}51_without_a_good_key", f"{_KEYS}51_accepted_forms"),
     ),
     Row(
-        "a Host or a path that lies",
-        "keys are asked for on every route",
+        "a forged Host or path",
+        "keys are required on every route",
         (
             f"{_KEYS}52_a_bad_host_opens_nothing",
             f"{_KEYS}52_no_spelling_of_a_path_goes_round_the_key",
@@ -411,8 +415,8 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        "requests that can be read in two ways",
-        "400, and closed",
+        "ambiguous requests (request smuggling)",
+        "400, and the connection is closed",
         (f"{_KEYS}53_requests_of_two_readings_are_refused",),
     ),
     Row(
@@ -433,7 +437,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "pickle bytes to every open port",
-        "never unpickled; closed",
+        "never unpickled; the connection is closed",
         (
             f"{_REPLICA}foreign_bytes_are_refused",
             "servers/weight_transfer/test_protocol.py::test_a_stranger_is_dropped_and_disturbs_nobody",
@@ -442,7 +446,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "image URLs to private addresses",
-        "nothing is fetched: images come as data, or as files under the roots",
+        "nothing is fetched: images are data URLs, or files under the roots",
         (
             "test_images.py::test_what_is_no_image_is_refused",
             "test_images.py::test_local_files_are_read_within_their_roots_only",
@@ -450,7 +454,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "code in the sandbox that reads the host, forks, fills the disk",
-        "denied; quotas hold",
+        "denied; quotas are enforced",
         (
             f"{_PYTHON}nothing_of_the_host_is_reachable",
             f"{_PYTHON}sixteen_trajectories_share_two_workers_past_hostile_ones",
@@ -460,7 +464,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a chat template in a request, arguments with loops",
-        "the template is refused; only arguments that the model's template reads count",
+        "the template is refused; arguments that the model's template does not read are ignored",
         (
             f"{_BAD_INPUT}bad_bodies",
             "servers/endpoint/test_client_habits.py::test_every_dialect_gives_arguments_to_the_template",
@@ -486,29 +490,29 @@ ROWS: tuple[Row, ...] = (
     Row(
         "Ray's ports without its token",
         "refused",
-        why_not="it is Ray's own door: the service starts Ray with token authentication and without its dashboard.",
+        why_not="tested by Ray: the service starts Ray with token authentication and without its dashboard.",
     ),
     Row(
         "a long run under random kills",
-        "every accepted call is committed once or has failed openly; no token is mislabelled; memory is flat",
-        why_not="`make soak` is that run, 20 minutes on both cores; its output: `tests/benchmarks/RESULTS.md`.",
+        "each accepted call is committed once or returns an error; no token has a wrong version; stable memory",
+        why_not="`make soak` is this run, 20 minutes on two cores; results: `tests/benchmarks/RESULTS.md`.",
     ),
     Row(
-        "a replica's process stands still for good",
-        "its work goes on elsewhere; the process is ended within a minute, and another is started",
+        "a replica's process stops responding permanently",
+        "its work continues on other replicas; the process is replaced within a minute",
         (f"{_SERVICE}a_part_that_stands_still_for_good_is_replaced", _SCHEDULES),
     ),
     Row(
-        "an engine hangs in its start, in whatever language",
-        "its process ends, says where it hung, and another is started",
+        "an engine hangs during its start, in Python or native code",
+        "its process reports the location, exits, and is restarted",
         (
             "servers/test_start_bound.py::test_the_process_ends_and_says_why",
             f"{_REPLICA}the_start_of_the_engine_is_bounded_and_the_wait_before_it_is_not",
         ),
     ),
     Row(
-        "finite weights that make the model noise",
-        "the replica asked first refuses them by name; the others stay where they are; no token of them leaves",
+        "finite weights with uniform logits",
+        "the canary replica refuses them with an error; the others keep their weights; no token is sent",
         (
             "fleet/test_noise.py::test_the_first_refuses_noise_and_the_fleet_stays_where_it_was",
             "servers/engines/vllm/test_vllm_weights.py::test_noise_is_refused_and_no_token_of_it_given_out",
@@ -549,9 +553,12 @@ def page() -> str:
     lines = [
         "# Faults and bad input",
         "",
-        "Each case is a test; `python -m tests.faults.matrix` writes this page. `make test-faults` runs a thousand",
-        'seeded schedules of faults over the whole service in virtual time (`ARGS="--count 10000"` for more,',
-        '`ARGS="--seed 17"` for one again), `make soak` kills processes of the real one.',
+        "This page is for people who want to know how the service handles a fault or bad input, and which test",
+        "proves it. `python -m tests.faults.matrix` writes the page.",
+        "",
+        "`make test-faults` runs 1,000 seeded fault schedules on the complete service in virtual time",
+        '(`ARGS="--count 10000"` for more, `ARGS="--seed 17"` to repeat one). `make soak` kills processes of',
+        "a real service.",
         "",
         "| # | case | expected | tests |",
         "|---:|---|---|---|",

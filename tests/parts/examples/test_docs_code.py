@@ -24,7 +24,8 @@ from openai import AsyncOpenAI
 
 import agentloop.client
 from agentloop.client import RolloutClient, load_tasks
-from agentloop.rollout import call
+from agentloop.rollout import Environment, call
+from agentloop.rollout.tool import ToolSpec
 from agentloop.score import Score
 from agentloop.testing import play, validate
 from agentloop.types import Limits, Message, OnStale, RolloutTask, Trajectory
@@ -218,6 +219,18 @@ async def repair_is_scored(names: Names, site: Site) -> None:
     assert (await play(names["Repair"], task, policy=[fix, "done"])).reward == 1.0
 
 
+async def a_quiz(site: Site) -> Names:
+    questions = {"geography": [RolloutTask("g", (Message("user", "Where is Rome?"),))], "history": []}
+    tool = {"ToolSpec": ToolSpec, "schema_of": lambda task: {"type": "object", "properties": {}}}
+    return {"Environment": Environment, "load": questions.__getitem__, **tool}
+
+
+async def quiz_has_tasks_of_its_variant(names: Names, site: Site) -> None:
+    quiz = type("Geography", (names["Quiz"],), {"variant": "geography"})
+    [task] = quiz.tasks()
+    assert [spec.name for spec in quiz.task_tools(task)] == ["look_up"]
+
+
 async def graded(names: Names, site: Site) -> None:
     class Shell:
         async def grade(self, command: str, files: Mapping[str, str]) -> Any:
@@ -245,6 +258,7 @@ PROGRAMS: dict[tuple[str, int], Program] = {
     ("docs/get-started/first-agent.md", 0): Program(prints="["),
     ("docs/get-started/first-trainer.md", 0): Program(prints="1 "),
     ("docs/guides/environments.md", 0): Program(check=shop_is_faultless),
+    ("docs/guides/evaluation.md", 0): Program(prints="0."),
     ("docs/guides/learning.md", 0): Program(learning, check=has_trained),
     ("docs/guides/logprobs.md", 0): Program(monitored, check=is_on_policy),
     ("docs/guides/logprobs.md", 1): Program(scored, check=has_scores),
@@ -255,10 +269,11 @@ PROGRAMS: dict[tuple[str, int], Program] = {
         config={"engine": {"lora_rank": 8, "max_loras": 2}},
     ),
     ("docs/guides/other-environments.md", 0): Program(openenv, check=reward_was_posted),
+    ("docs/guides/published-tasks.md", 0): Program(a_quiz, check=quiz_has_tasks_of_its_variant),
     ("docs/guides/published-versions.md", 0): Program(with_client, {"s3://bucket/policies": "STORE"}),
     ("docs/guides/rewards.md", 0): Program(check=has_scored_a_record),
-    ("docs/guides/sandboxes.md", 0): Program(check=repair_is_scored),
-    ("docs/guides/sandboxes.md", 1): Program(),
+    ("docs/guides/sandboxes.md", 1): Program(check=repair_is_scored),
+    ("docs/guides/sandboxes.md", 0): Program(),
     ("docs/guides/tools.md", 0): Program(),
     ("docs/guides/tools.md", 1): Program(check=graded),
     ("docs/guides/tools.md", 2): Program(),
@@ -296,6 +311,7 @@ def test_the_lines_of_an_excerpt_are_in_its_file(key: tuple[str, int]) -> None:
     assert [line for line in text.splitlines() if line.strip() and line.strip() not in lines] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", PROGRAMS, ids=lambda key: f"{key[0]}-{key[1]}")
 async def test_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: tuple[str, int]) -> None:
     program, (_, text) = PROGRAMS[key], blocks()[key]
