@@ -60,7 +60,7 @@ _BOUNDED = frozenset({"precision", "exponent", "decimal_places"})
 _one_call = (
     Lock()
 )  # some methods use globals: mpmath's precision, and a dictionary that is returned and changed later
-_CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
+CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
 _AST_CHECKER = "bfcl_eval.eval_checker.ast_eval.ast_checker"
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 
@@ -174,7 +174,7 @@ class Bfcl(Environment):
 
     @classmethod
     def tasks(cls) -> Iterable[RolloutTask]:
-        for entry in _entries(cls.variant).values():
+        for entry in entries_of(cls.variant).values():
             is_multi_turn = entry.category in MULTI_TURN
             yield RolloutTask(
                 entry.task_id,
@@ -253,7 +253,7 @@ def _are_right(entry: BfclEntry, turns: Sequence[Calls]) -> bool:
 
     The policy's results of a turn and the turns before it must contain the gold results of the turn, in any order.
     """
-    checker = import_package(_CHECKER, BFCL_COMMAND)
+    checker = import_package(CHECKER, BFCL_COMMAND)
     apis, gold, results = Apis(entry), Apis(entry), list[str]()
     if len(turns) != len(entry.gold):
         return False  # a limit ended the conversation
@@ -296,14 +296,14 @@ def _ast_checker() -> ModuleType:
 
 def _entry_of(kind: type[Environment], task: RolloutTask) -> BfclEntry:
     entry_id = task.reference.get("id") if isinstance(task.reference, dict) else None
-    entry = _entries(kind.variant).get(entry_id)  # type: ignore[arg-type] # None is in no category
+    entry = entries_of(kind.variant).get(entry_id)  # type: ignore[arg-type] # None is in no category
     if entry is None:
         raise InvalidRequest(f"bfcl:{kind.variant} has no task {entry_id!r} (reference.id)", param="reference")
     return entry
 
 
 @cache
-def _entries(category: str) -> dict[str, BfclEntry]:
+def entries_of(category: str) -> dict[str, BfclEntry]:
     """Return the tasks of a category by id. BFCL aligns its two files by position."""
     fields = _lines(f"BFCL_v4_{category}.json")
     has_gold = category not in (*NO_CALL, *ANY_CALL)

@@ -27,7 +27,7 @@ from agentloop_environments.packages import import_package
 NUM_TASKS = 100
 """The number of tasks, unless `count` says otherwise."""
 
-MAX_SEED = 2**31
+NUM_SEEDS = 2**31
 GAME_LIMITS = Limits(max_turns=128, max_sampled_tokens=32_768)
 
 GAMES = frozenset(
@@ -77,27 +77,27 @@ class Game:
         with self._alone():
             random.seed(seed)
             np.random.seed(seed)
-            game = _package().make(f"{name}-raw")
-            self._game = import_package("textarena.wrappers").ActionFormattingWrapper(game)
-            self._game.reset(num_players=1, seed=seed)
+            raw = _package().make(f"{name}-raw")
+            self.game = import_package("textarena.wrappers").ActionFormattingWrapper(raw)
+            self.game.reset(num_players=1, seed=seed)
         self.is_done = False
 
     def observation(self) -> str:
         """Return the game's new messages, without the policy's own moves."""
         action = _package().ObservationType.PLAYER_ACTION
         with self._alone():
-            _, messages = self._game.get_observation()
+            _, messages = self.game.get_observation()
         # Some games exchange arguments for the move, so that its text is the number of the player.
         return "\n\n".join(text for _, text, kind in messages if kind is not action and isinstance(text, str))
 
     def move(self, text: str) -> None:
         """Make a move. An invalid one is answered by the game, or ends it."""
         with self._alone():
-            self.is_done, _ = self._game.step(text)
+            self.is_done, _ = self.game.step(text)
 
     def score(self) -> Score:
         """Return the game's reward. A game that is not over, or that an invalid move ended, has no positive one."""
-        rewards, infos = self._game.close() if self.is_done else ({}, {})
+        rewards, infos = self.game.close() if self.is_done else ({}, {})
         is_invalid = bool(infos.get(0, {}).get("invalid_move"))
         reward = (rewards or {}).get(0, 0.0)
         # For an invalid move some games give their partial reward, others their reason in its place.
@@ -138,7 +138,7 @@ class TextArena(Environment):
         _check(cls.variant)
         seeds = random.Random(seed or 0)
         for index in range(NUM_TASKS if count is None else count):
-            game_seed = seeds.randrange(MAX_SEED)
+            game_seed = seeds.randrange(NUM_SEEDS)
             yield RolloutTask(
                 f"{cls.variant}/{seed or 0}/{index}",
                 (Message("user", Game(cls.variant, game_seed).observation()),),

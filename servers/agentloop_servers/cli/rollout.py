@@ -52,23 +52,23 @@ AgentCommand = Annotated[
     typer.Option(help="Your agent as a command, with OPENAI_BASE_URL, OPENAI_API_KEY and AGENTLOOP_TASK set."),
 ]
 
+FromEnvironment = Annotated[
+    str | None,
+    typer.Option(
+        help="Use an environment's tasks: a registered name, a task set such as bfcl:multi_turn_base or "
+        "reasoning_gym:chain_sum, or a path such as my_env:Shop."
+    ),
+]
+TaskCount = Annotated[int | None, typer.Option(min=1, help="The number of the environment's tasks. Default: all.")]
+TaskSeed = Annotated[int | None, typer.Option(min=0, help="Shuffle or generate the environment's tasks by it.")]
+
 
 @app.command()
 def rollout(
     tasks: Annotated[Path, typer.Option(help="A file of tasks, one JSON object per line.")] = SHIPPED_TASKS,
-    environment: Annotated[
-        str | None,
-        typer.Option(
-            help="Use an environment's tasks: a registered name, a task set such as bfcl:multi_turn_base or "
-            "reasoning_gym:chain_sum, or a path such as my_env:Shop."
-        ),
-    ] = None,
-    task_count: Annotated[
-        int | None, typer.Option(min=1, help="Use this many of the environment's tasks. Default: all.")
-    ] = None,
-    task_seed: Annotated[
-        int | None, typer.Option(min=0, help="Shuffle or generate the environment's tasks with this seed.")
-    ] = None,
+    environment: FromEnvironment = None,
+    task_count: TaskCount = None,
+    task_seed: TaskSeed = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories per task.")] = 2,
     keep: Keep = None,
     config: Config = DEFAULT_CONFIG,

@@ -101,7 +101,7 @@ async def test_eight_samples_of_a_task_have_the_rewards_that_each_has_alone(task
 
 async def test_a_result_of_another_sample_does_not_change_with_the_precision_of_this_one():
     [task] = [one for one in tasks_of("bfcl:multi_turn_miss_func") if one.task_id == "multi_turn_miss_func_49"]
-    apis = [bfcl.Apis(bfcl._entries("multi_turn_miss_func")[task.task_id]) for _ in range(2)]
+    apis = [bfcl.Apis(bfcl.entries_of("multi_turn_miss_func")[task.task_id]) for _ in range(2)]
     arguments = {"value": 20, "base": 10}
     first = apis[0].call("logarithm", {**arguments, "precision": 50})
     assert apis[1].call("logarithm", {**arguments, "precision": 5}) != first
@@ -124,7 +124,7 @@ async def test_a_withheld_function_is_described_when_the_user_offers_it():
 
 async def test_a_restored_trajectory_continues_with_equal_objects():
     task = tasks_of(BASE, count=1)[0]
-    turns = bfcl._entries("multi_turn_base")[task.task_id].gold_turns()
+    turns = bfcl.entries_of("multi_turn_base")[task.task_id].gold_turns()
     first, second = load_environment(BASE).kind(), load_environment(BASE).kind()
     for one in (first, second):
         one.open(task)
@@ -139,7 +139,7 @@ async def test_a_restored_trajectory_continues_with_equal_objects():
 
 
 async def test_a_checker_that_raises_is_an_error_and_not_a_zero(monkeypatch):
-    checker = bfcl.import_package(bfcl._CHECKER)
+    checker = bfcl.import_package(bfcl.CHECKER)
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError("the checker")
@@ -171,7 +171,7 @@ def test_a_missing_package_and_an_unknown_category_are_one_line(monkeypatch):
     ):
         tasks_of("bfcl")
     monkeypatch.setitem(sys.modules, "bfcl_eval", None)
-    bfcl._entries.cache_clear()
+    bfcl.entries_of.cache_clear()
     with pytest.raises(
         InvalidRequest, match=r"^no module named 'bfcl_eval': pip install --no-deps bfcl-eval=="
     ) as caught:
