@@ -48,6 +48,9 @@ ENGINES = "engines"
 EXPORTERS = "exporters"
 """The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
 
+MODELS = "models"
+"""The group of sources of models that are not folders: an `agentloop_servers.config.models.ModelSource`."""
+
 PARSERS = "parsers"
 """The group of parsers by kind: called with a model folder and FAMILY for `chat.parser: KIND:FAMILY`."""
 
@@ -126,6 +129,15 @@ PARTS = (
         {TRAJECTORY_RUNNERS: {"process": "agentloop_isolation.processes:IsolatedRuns.of_worker"}},
     ),
     Part(
+        "agentloop_models",
+        "models",
+        "models by name: published GGUF files, hub ids and `.gguf` files",
+        {
+            COMMANDS: {"models": "agentloop_models.command:app"},
+            MODELS: {"published": "agentloop_models.source:published_models"},
+        },
+    ),
+    Part(
         "agentloop_postgres",
         "postgres",
         "a run's records, sessions and turn journals in PostgreSQL",
@@ -175,6 +187,12 @@ PARTS = (
             SANDBOXES: {"bubblewrap": "agentloop_tools.sandbox.bubblewrap:Bubblewrap"},
             TOOLS: {"shell": "agentloop_tools.shell:ShellTool"},
         },
+    ),
+    Part(
+        "agentloop_eval",
+        "serve",
+        "evaluations of a served policy, and their comparison",
+        {COMMANDS: {"eval": "agentloop_eval.command:app"}},
     ),
     Part("agentloop_trainers", "trl", "adapters for TRL and verl, and training rows for other trainers"),
     Part(

@@ -159,7 +159,7 @@ class Generation:
     top_logprobs: TopLogprobs = ()
     raw_logprobs: tuple[float, ...] = ()  # one per id in mode BOTH
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
-    standstill_s: float = 0.0  # seconds during which the engine was frozen
+    unavailable_s: float = 0.0  # seconds during which the engine was frozen
     engine_s: float = 0.0  # seconds in the engine, from the call to its end
     engine: str = ""  # `EngineInfo.name`; set by the replica
     decode_s: float | None = None  # seconds from the first token to the last in the engine; None: unknown
@@ -391,7 +391,7 @@ class TurnTimes(NamedTuple):
     first_token_us: int | None  # None: unknown
     ended_us: int
     queue_us: int = 0  # time spent waiting for a replica
-    standstill_us: int = 0  # time during which its engine was frozen or lost
+    unavailable_us: int = 0  # time during which its engine was frozen or lost
 
 
 class ToolCallTimes(NamedTuple):
@@ -564,7 +564,7 @@ class Timings:
     tool_s: float = 0.0
     reward_s: float = 0.0
     total_s: float = 0.0
-    standstill_s: float = 0.0  # part of `generate_s`: the service was unavailable; deadlines do not count it
+    unavailable_s: float = 0.0  # part of `generate_s`: the service was unavailable; deadlines do not count it
     engine_s: float = 0.0  # part of `generate_s`: in engines, for complete rounds; of loops only
 
 

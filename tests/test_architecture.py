@@ -116,6 +116,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.agents": {"agentloop.api", "agentloop.client", "agentloop.rollout"},
     "agentloop_servers.config.engines": set(),
     "agentloop_servers.config.service": {"agentloop_servers.config.engines"},
+    "agentloop_servers.config.models": {"agentloop_servers.config.service", "agentloop_servers.config.engines"},
     "agentloop_servers.http": {"agentloop.api"},
     "agentloop_servers.net.tcp": set(),
     "agentloop_servers.users": {"agentloop.api", "agentloop_servers.config.service", "agentloop_servers.http"},
@@ -268,6 +269,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.chat_format",
         "agentloop_servers.cluster.nodes",
         "agentloop_servers.config.service",
+        "agentloop_servers.config.models",
         "agentloop_servers.engines.common",
         "agentloop_servers.cluster.host",
         "agentloop_servers.local",
@@ -535,9 +537,9 @@ def test_what_has_a_mark_of_its_own_lane_is_in_a_file_that_the_lane_finds():
             assert file.name.startswith("test_") or file == ROOT / "tests" / "contract" / "conftest.py", file
 
 
-# docs/concepts/architecture.md
+# docs/concepts/rollout.md
 
-PAGE = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "concepts" / "rollout.md").read_text()
 WAYS = {"A rollout": 40, "A chat call": 50, "A weight update": 45}  # and the most files each may take
 
 

@@ -105,6 +105,7 @@ def test_the_engines_are_extras():
         "sglang",
         "renderers",
         "mcp",
+        "models",
         "postgres",
         "otel",
         "trl",

@@ -23,9 +23,9 @@ from agentloop.api.owners import UsersNews, UserUsage, is_seen, shown_id
 from agentloop.engine.interface import (
     EngineInfo,
     GroupInit,
-    HeldIn,
     MemoryTag,
     PullVersion,
+    StagingDevice,
     TransferPart,
     WeightUpdate,
 )
@@ -270,14 +270,16 @@ class ReplicaUpdate:
     stage_ms: float
     stall_ms: float  # from the pause call until sampling resumed
     error: str | None = None
-    held_in: HeldIn | None = None  # staging device of the weights before the commit; NOWHERE: a blocking update
+    staging_device: StagingDevice | None = (
+        None  # staging device of the weights before the commit; NOWHERE: a blocking update
+    )
     transport: str | None = None
     num_bytes: int = 0  # received by each of its workers
     transfer_ms: float = 0.0  # from the first byte to the last
     swap_ms: float = 0.0
     verify_ms: float = 0.0
     num_verified: int = 0  # tensors or layers that were compared with the sent ones
-    look_ms: float = 0.0  # canary check, after the stall: sampled tokens are held back until it passes
+    canary_ms: float = 0.0  # canary check, after the stall: sampled tokens are held back until it passes
     paused_at_ms: float = 0.0  # start of the stall, since the start of the update
 
 
@@ -498,7 +500,7 @@ class EndpointTable:
     ] = ()  # the process of each partition of client-chosen session ids; empty: not partitioned
     lost: frozenset[int] = frozenset()  # processes lost with their hosts, including their sessions
     inherited: frozenset[int] = frozenset()  # partitions whose earlier process was lost with its sessions
-    heirs: dict[int, int] = field(
+    failover_owners: dict[int, int] = field(
         default_factory=dict
     )  # failover processes, for lost ones with sessions in a database
 

@@ -145,7 +145,7 @@ def _of_service(status: ServiceStatus) -> Iterator[Finding]:
     if status.store is not None and status.store.error:
         latest = "the latest version" if status.store.latest is None else f"version {status.store.latest}"
         text = f"the service cannot follow the store of versions to {latest}: {status.store.error}"
-        action = "the fleet keeps its weights and retries; see docs/guides/contracts.md"
+        action = "the fleet keeps its weights and retries; see docs/guides/published-versions.md"
         yield Finding(Cause.STORE, text, action)
     if status.num_workers == 0 and (num_queued := sum(rollout.num_queued for rollout in status.rollouts)):
         text = f"{num_queued} samples wait, but no worker is running"

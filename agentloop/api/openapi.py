@@ -1,7 +1,7 @@
 """JSON responses and their OpenAPI schemas, both derived from the dataclasses.
 
 A response is the result of `codec.to_builtins`, with two exceptions: a rollout's status includes `is_done`; a
-generation includes its first and last weight version, but not `load`, `standstill_s`, `engine_s` and `decode_s`.
+generation includes its first and last weight version, but not `load`, `unavailable_s`, `engine_s` and `decode_s`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentloop.values import codec
 
 SCHEMA_PREFIX = "#/components/schemas/"
 
-_UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # omitted fields of a generation
+_UNSAID = ("load", "unavailable_s", "engine_s", "decode_s")  # omitted fields of a generation
 _ENDS = ("weight_version_start", "weight_version_end")  # added fields of a generation
 
 _ANSWERS = (  # msgspec adds the schemas of the dataclasses in their fields

@@ -166,7 +166,7 @@ class ContextManagement(Echo):
     edits: Annotated[list[dict[str, Json]], Field(max_length=64)] | None = None
 
 
-def _edits_thoughts_only(value: ContextManagement | None) -> ContextManagement | None:
+def _edits_reasoning_only(value: ContextManagement | None) -> ContextManagement | None:
     edits = (value.edits if value is not None else None) or []
     if any(not str(edit.get("type")).startswith("clear_thinking") for edit in edits):
         raise unsupported("edits of the history other than 'clear_thinking' are not supported: shorten `messages`")
@@ -196,7 +196,7 @@ class CountTokensBody(TemplateBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of `output_config.format`
     thinking: ThinkingConfig | None = None
-    context_management: Annotated[ContextManagement | None, AfterValidator(_edits_thoughts_only)] = None
+    context_management: Annotated[ContextManagement | None, AfterValidator(_edits_reasoning_only)] = None
 
     cache_control: Ignored = None
     speed: Ignored = None

@@ -204,13 +204,13 @@ def usage_of(result: ChatResult) -> Answer:
     """Return the token counts. The prompt is counted once, independent of the number of choices."""
     num_prompt = len(result.prompt_ids)
     num_sampled = sum(len(node.reply.token_ids) for node in result.choices)
-    num_thought = sum(node.reply.num_reasoning_tokens for node in result.choices)
+    num_reasoning = sum(node.reply.num_reasoning_tokens for node in result.choices)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,
         "total_tokens": num_prompt + num_sampled,
         "prompt_tokens_details": {"cached_tokens": result.choices[0].reply.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": num_thought},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }
 
 

@@ -121,7 +121,7 @@ def _continues(body: ChatBody, messages: Sequence[CachedMessage], parser: Parser
     """Return True if the reply continues the last message. Raises InvalidRequest if it cannot be continued."""
     if not body.continue_final_message:
         return False
-    last, marks, param = messages[-1].message, parser.marks.thoughts, "continue_final_message"
+    last, marks, param = messages[-1].message, parser.delimiters.reasoning, "continue_final_message"
     if last.role != "assistant" or not last.content.strip():
         raise InvalidRequest(
             "'continue_final_message' requires an assistant message with text as the last message", param=param

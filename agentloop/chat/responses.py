@@ -195,11 +195,11 @@ class _AssistantTurn:
 
     source: str | None  # the id of the call that sampled the turn, if the items' ids contain it
     texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
 
     def message(self) -> Message:
-        thoughts = "".join(self.thoughts)
+        thoughts = "".join(self.reasoning)
         return Message("assistant", joined_text(self.texts, "assistant"), tuple(self.calls), reasoning=thoughts)
 
 
@@ -219,7 +219,7 @@ class _History:
             self._entries.append(replace(message, tool_call_id=item.call_id))
         elif isinstance(item, ReasoningItem):
             message = self._shown("assistant", item.content or item.summary, param)
-            self._assistant(item.id, is_opening=True).thoughts.append(message.content)
+            self._assistant(item.id, is_opening=True).reasoning.append(message.content)
         elif isinstance(item, CallItem):
             name = _full_name(item.namespace, item.name)
             self._assistant(item.id).calls.append(read_call(item.call_id, name, item.arguments))
@@ -258,7 +258,7 @@ class _History:
         elif number == 0 and match["kind"] == _PREFIXES[BlockKind.TEXT]:
             turn.texts.append(reply.content)
         elif number == 0:
-            turn.thoughts.append(reply.reasoning)
+            turn.reasoning.append(reply.reasoning)
 
     def _conversation(self, call_id: str, given: str, param: str) -> Sequence[Message]:
         try:

@@ -31,11 +31,11 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """The store, the run and the encoding of published versions. See docs/guides/contracts.md."""
+    """The store, the run and the encoding of published versions. See docs/guides/published-versions.md."""
 
     store: str
     run: str
-    encoding: str = "xor"  # of deltas: "xor" or "overwrite"
+    encoding: str = "xor"  # the encoding of deltas: "xor" or "overwrite"
     checksum: str = "xxh3-128"  # or "blake3", "adler32"
     full_every: int = 16  # every n-th publication is full; 1: no deltas
     cache: str | None = None  # folder of the last published version; None: a folder of the run in ~/.cache
@@ -52,7 +52,7 @@ class PublishReport:
     version: int
     base_version: int | None  # the version that the delta is relative to; None: full
     num_bytes: int  # in the store
-    num_full_bytes: int  # of the complete checkpoint
+    num_full_bytes: int  # size of the complete checkpoint
     num_changed: int  # changed tensors
     encode_s: float
     upload_s: float

@@ -173,7 +173,7 @@ TrainerOrder: TypeAlias = GroupOrder | PullVersion
 
 @dataclass(frozen=True, slots=True)
 class PublishedSource:
-    """A run's published versions in a directory or at an fsspec URL (docs/guides/contracts.md)."""
+    """A run's published versions in a directory or at an fsspec URL (docs/guides/published-versions.md)."""
 
     store: str
     run: str
@@ -225,7 +225,7 @@ class Adapter:
     digest: str = ""  # an engine that reads the folder refuses a different digest; empty accepts any
 
 
-class HeldIn(StrEnum):
+class StagingDevice(StrEnum):
     """The staging device: where staged weights are stored until their commit."""
 
     DEVICE = "device"  # in the accelerator's memory, in addition to the served weights
@@ -238,7 +238,7 @@ class HeldIn(StrEnum):
 class StageReport:
     """The result of staging weights."""
 
-    held_in: HeldIn
+    staging_device: StagingDevice
     transport: str  # "directory", "published", "nccl", "ipc", "shm", "adapter"
     num_bytes: int = 0
     transfer_ms: float = 0.0  # from the first to the last byte; 0 if the commit transfers
@@ -284,7 +284,7 @@ class Progress:
     """A progress report of a running request, with the tokens since the last report."""
 
     tokens: Delta
-    standstill_s: float = 0.0  # seconds since the request's start during which its engine was frozen
+    unavailable_s: float = 0.0  # seconds since the request's start during which its engine was frozen
 
 
 OnProgress = Callable[[Progress], None]

@@ -92,7 +92,7 @@ class RequestWatch:
         # A request that arrives during a drain waits until the resume, so the drain counts as frozen time.
         self._is_held = lifecycle.phase is EnginePhase.DRAINING
         self._began_at = self._told_at = self._loop.time()
-        self._stood_still_s = self._all_standstill_s
+        self._stood_still_s = self._total_unavailable_s
         self._num_told = 0
         self._scope: asyncio.Timeout | None = None
         self._error: Exception | None = None  # raised by the current or next await
@@ -104,9 +104,9 @@ class RequestWatch:
         self._tick_at = math.inf
 
     @property
-    def standstill_s(self) -> float:
+    def unavailable_s(self) -> float:
         """Seconds since the request's arrival during which the engine was frozen."""
-        return self._all_standstill_s - self._stood_still_s
+        return self._total_unavailable_s - self._stood_still_s
 
     def __enter__(self) -> RequestWatch:
         if self._demand is not None:
@@ -143,10 +143,10 @@ class RequestWatch:
         elif reason is FinishReason.ABORT and self._ending is not None:
             reason = FinishReason.DEADLINE
         engine_s = self._loop.time() - self._began_at
-        return replace(generation, finish_reason=reason, standstill_s=self.standstill_s, engine_s=engine_s)
+        return replace(generation, finish_reason=reason, unavailable_s=self.unavailable_s, engine_s=engine_s)
 
     @property
-    def _all_standstill_s(self) -> float:
+    def _total_unavailable_s(self) -> float:
         return self._lifecycle.not_admitting_s if self._is_held else self._lifecycle.frozen_s
 
     def _set_timer(self) -> None:
@@ -165,7 +165,7 @@ class RequestWatch:
     def _watch_deadline(self) -> float:
         """Check the deadline. Returns the time of the next check; infinity if the request has failed."""
         request, now = self._request, self._loop.time()
-        left_s = request.timeout_s - (now - self._began_at - self.standstill_s)
+        left_s = request.timeout_s - (now - self._began_at - self.unavailable_s)
         # The timer fires at the original deadline; time for which the engine was frozen extends it.
         if left_s > 0 and self._ending is None:
             return now + max(left_s, _MIN_PAUSE_S)
@@ -183,7 +183,7 @@ class RequestWatch:
             read_tokens = None if self._lifecycle.is_output_held else self._tokens_from
             tokens = Delta((), (), ()) if read_tokens is None else read_tokens(self._num_told)
             if self._on_progress is not None:
-                self._on_progress(Progress(tokens, self.standstill_s))
+                self._on_progress(Progress(tokens, self.unavailable_s))
         except Exception as error:  # asyncio would only log an exception in a timer: raise it from `in_time`
             self._fail(error)
             return math.inf

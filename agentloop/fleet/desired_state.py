@@ -176,19 +176,19 @@ class SavedValue(Generic[T]):
         """`save` writes a value, and applies writes in the order of the calls. With None nothing is stored."""
         self._value = value
         self._save = save
-        self._is_owed = False
+        self._is_pending = False
         self._num_begun = 0
         self.has_failed = False  # the result of the last save that finished
 
     @property
-    def is_owed(self) -> bool:
+    def is_pending(self) -> bool:
         """True while the store may not have the value."""
-        return self._is_owed
+        return self._is_pending
 
     def owe(self, value: T) -> None:
-        """Replace the value. The next `save_owed` writes it."""
+        """Replace the value. The next `save_pending` writes it."""
         self._value = value
-        self._is_owed = True
+        self._is_pending = True
 
     async def save_first(self, value: T, before: T, timeout_s: float) -> None:
         """Write `value` before any replica changes.
@@ -198,14 +198,14 @@ class SavedValue(Generic[T]):
         self.owe(value)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.save_owed()
+                await self.save_pending()
         except Exception as error:
             self.owe(before)
             raise ServiceUnavailable(f"the update was not started, because it cannot be stored: {error}") from error
 
-    async def save_owed(self) -> None:
+    async def save_pending(self) -> None:
         """Write the value if it is pending. Re-raises the store's error, and the value stays pending."""
-        if not self._is_owed:
+        if not self._is_pending:
             return
         self._num_begun += 1
         value, number = self._value, self._num_begun
@@ -217,4 +217,4 @@ class SavedValue(Generic[T]):
                 raise
         self.has_failed = False
         if number == self._num_begun and value == self._value:
-            self._is_owed = False
+            self._is_pending = False

@@ -49,7 +49,7 @@ class ReplicaProgress:
     paused_at: float | None = None
     paused_after_s: float = 0.0  # since the start of the update
     stall_s: float = 0.0
-    look_s: float = 0.0
+    canary_s: float = 0.0
     failure: Exception | None = None
     error: str | None = None
 
@@ -65,10 +65,10 @@ class ReplicaProgress:
             replica_id=self.replica.replica_id,
             stage_ms=self.stage_s * 1000.0,
             stall_ms=self.stall_s * 1000.0,
-            look_ms=self.look_s * 1000.0,
+            canary_ms=self.canary_s * 1000.0,
             paused_at_ms=self.paused_after_s * 1000.0,
             error=self.error,
-            held_in=None if staged is None else staged.held_in,
+            staging_device=None if staged is None else staged.staging_device,
             transport=None if staged is None else staged.transport,
             num_bytes=0 if staged is None else staged.num_bytes,
             transfer_ms=committed.transfer_ms + (0.0 if staged is None else staged.transfer_ms),

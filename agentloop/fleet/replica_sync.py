@@ -92,9 +92,9 @@ class ReplicaSync:
         """Make the owner for a new service; `restore` loads an earlier one's state.
 
         `initial` is the weights that engines load at their start. `on_weights`, `on_orders` and `on_adapters`
-        store the weights, orders and adapters. Their errors are logged and `save_owed` retries, but an update that
-        cannot be stored before it starts is refused. `on_change` is called after every order, also after a failed
-        one. `wall_time` gives the displayed times of orders.
+        store the weights, orders and adapters. Their errors are logged and `save_pending` retries, but an update
+        that cannot be stored before it starts is refused. `on_change` is called after every order, also after a
+        failed one. `wall_time` gives the displayed times of orders.
         """
         self._fleet = fleet
         self.steps = ReplicaSteps(fleet, connect, config or WeightConfig())
@@ -214,10 +214,10 @@ class ReplicaSync:
         self._end_fleet_wide()
         self._on_change()
 
-    async def save_owed(self) -> None:
+    async def save_pending(self) -> None:
         """Save the weights, orders and adapters that are pending. Re-raises the store's error."""
         for saved in (self._saved_weights, self._saved_orders, self.adapters.saved):
-            await saved.save_owed()
+            await saved.save_pending()
 
     async def _record(self, weights: FleetWeights) -> None:
         """Set and save the fleet's weights. The fleet serves them even if the store fails."""
@@ -269,7 +269,7 @@ class ReplicaSync:
                     if unable := [one.replica_id for one in replicas if not one.registration.info.can_sleep]:
                         raise InvalidRequest(f"these replicas cannot sleep: {', '.join(unable)}")
                     # Then only the replicas have the weights, and level 2 discards them
-                    if level == 2 and self._saved_weights.is_owed:
+                    if level == 2 and self._saved_weights.is_pending:
                         raise StorageFull(
                             "the last update is not stored yet, so sleep level 2 would lose it: retry later"
                         )
@@ -326,7 +326,7 @@ class ReplicaSync:
 
     async def _save(self, saved: SavedValue[T], failed: str) -> None:
         try:
-            await within(self.config.save_timeout_s, saved.save_owed())
+            await within(self.config.save_timeout_s, saved.save_pending())
         except Exception as error:
             self._log.error(failed, error=repr(error))
 

@@ -8,8 +8,8 @@
 
 Rolling swap: replicas stage the weights while they decode, then one canary replica swaps first. The fleet's
 version changes once it has resumed; then the other replicas swap independently of each other. Blocking update:
-without staging memory (`HeldIn.NOWHERE`) the bytes are transferred in the commit, so all replicas take each step
-together.
+without staging memory (`StagingDevice.NOWHERE`) the bytes are transferred in the commit, so all replicas take each
+step together.
 
 `ReplicaSync` owns each `FleetUpdate`, calls its steps and writes the desired state between them. `Fleet` is read
 and changed without awaits. Each engine call has its own deadline. Invariant: no replica resumes with unknown
@@ -25,7 +25,7 @@ from enum import StrEnum
 
 from agentloop.api.coordinator import UpdateProgress
 from agentloop.concurrency.clock import Clock
-from agentloop.engine.interface import HeldIn, MemoryTag, WeightUpdate
+from agentloop.engine.interface import MemoryTag, StagingDevice, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     EngineLost,
@@ -173,7 +173,10 @@ class FleetUpdate:
                 draining = self._steps.drain_pinned(one.replica, self.source.version)
                 self._drains[one.replica.replica_id] = group.create_task(draining, name="drain")
             await asyncio.wait(self._drains.values(), timeout=_PROMPT_S)  # most replicas have no pinned requests
-            if any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.replicas):
+            if any(
+                one.staged is not None and one.staged.staging_device is StagingDevice.NOWHERE
+                for one in self.replicas
+            ):
                 # A blocking update: the transfer needs all replicas in the same step.
                 for step in (self._drain, self._begin_update, self._pause, self._commit, self._resume_and_admit):
                     await self._on_all(unfailed(self.replicas), step)
@@ -275,7 +278,7 @@ class FleetUpdate:
             self._resumed(one, await self._steps.resume(one.replica))
 
     def _resumed(self, one: ReplicaProgress, canary_s: float) -> None:
-        one.look_s = canary_s
+        one.canary_s = canary_s
         one.end_stall(self._clock.now() - canary_s)
 
     async def _admit(self, one: ReplicaProgress) -> None:

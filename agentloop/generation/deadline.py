@@ -23,7 +23,7 @@ class Deadline:
     def __init__(self, at: float = math.inf) -> None:
         """Make a fixed deadline."""
         self.at = at
-        self._max_standstill_s: float | None = None
+        self._max_unavailable_s: float | None = None
         self._scope: asyncio.Timeout | None = None  # ends the task; None: it is enforced elsewhere
         self._is_enforced = False  # the scope may still end the task
         self._timer: asyncio.TimerHandle | None = None  # fires when the scope ends, or earlier
@@ -34,14 +34,14 @@ class Deadline:
         self._num_waiting = 0
 
     @classmethod
-    def moving(cls, timeout_s: float, max_standstill_s: float) -> Deadline:
-        """Return a deadline that moves, by at most `max_standstill_s` in total.
+    def moving(cls, timeout_s: float, max_unavailable_s: float) -> Deadline:
+        """Return a deadline that moves, by at most `max_unavailable_s` in total.
 
         As a context manager it ends its block with TimeoutError, as `asyncio.timeout` does. Its timer is set once,
         and again if the deadline has moved when the timer fires.
         """
         made = cls(loop_time() + timeout_s)
-        made._max_standstill_s = max_standstill_s
+        made._max_unavailable_s = max_unavailable_s
         return made
 
     async def __aenter__(self) -> Deadline:
@@ -62,7 +62,7 @@ class Deadline:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline; constant while the service is unavailable."""
-        is_still = self._since is not None and self._max_standstill_s is not None
+        is_still = self._since is not None and self._max_unavailable_s is not None
         return self.at - (self._since if is_still and self._since is not None else loop_time())
 
     @property
@@ -72,7 +72,7 @@ class Deadline:
             return None
         if self._scope.expired():
             return self._scope.when()
-        still_s = 0.0 if self._since is None or self._max_standstill_s is None else self._max_standstill_s
+        still_s = 0.0 if self._since is None or self._max_unavailable_s is None else self._max_unavailable_s
         return self.at + self._grace_s + max(still_s - self._stood_still_s, 0.0)
 
     @property
@@ -81,7 +81,7 @@ class Deadline:
         return self._scope is not None and self._scope.expired()
 
     @property
-    def standstill_s(self) -> float:
+    def unavailable_s(self) -> float:
         """Seconds during which the service was unavailable so far."""
         return self._stood_still_s + (0.0 if self._since is None else loop_time() - self._since)
 
@@ -91,27 +91,27 @@ class Deadline:
 
         With a fixed deadline the wait ends shortly before it, so that the error names the reason.
         """
-        if self._max_standstill_s is None:
+        if self._max_unavailable_s is None:
             left_s = self.at - loop_time()
             return max(left_s - _LAST_WORD_S, 0.5 * left_s)
-        return self._max_standstill_s - self.standstill_s
+        return self._max_unavailable_s - self.unavailable_s
 
     def stood_still(self, seconds: float) -> None:
         """Move the deadline by seconds during which the service was unavailable."""
         self._stood_still_s += seconds
-        if self._max_standstill_s is not None and seconds:
+        if self._max_unavailable_s is not None and seconds:
             self.at += seconds
             self._enforce()
 
     @property
     def is_fixed(self) -> bool:
         """True if the caller enforces the deadline, which then does not move."""
-        return self._max_standstill_s is None
+        return self._max_unavailable_s is None
 
     @property
     def is_spent(self) -> bool:
         """True if a moving deadline has moved by its maximum."""
-        return self._max_standstill_s is not None and self.patience_s <= 0
+        return self._max_unavailable_s is not None and self.patience_s <= 0
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:

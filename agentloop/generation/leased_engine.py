@@ -125,7 +125,7 @@ class TurnClock:
     begun_us: int = -1
     first_token_us: int | None = None
     queue_us: int = 0
-    standstill_us: int = 0
+    unavailable_us: int = 0
     queues_since_us: int | None = None  # set while the turn waits for a replica
 
     def __post_init__(self) -> None:
@@ -147,7 +147,7 @@ class TurnClock:
 
     def times(self) -> TurnTimes:
         """Return the times of the turn, which ends now."""
-        return TurnTimes(self.begun_us, self.first_token_us, self.stopwatch(), self.queue_us, self.standstill_us)
+        return TurnTimes(self.begun_us, self.first_token_us, self.stopwatch(), self.queue_us, self.unavailable_us)
 
 
 class AbortSwitch:
@@ -404,7 +404,7 @@ class LeasedEngine:
                         num_refused = 0 if loop_time() - asked_at > _MAX_PAUSE_S else num_refused + 1
                         await asyncio.sleep(_pause_s(num_refused))
         except TimeoutError as error:
-            raise type(refusal)(f"{refusal.message}, for {deadline.standstill_s:.0f} s") from error
+            raise type(refusal)(f"{refusal.message}, for {deadline.unavailable_s:.0f} s") from error
 
     async def _recover(self, turn: _TurnRounds, lease: Lease, error: AgentLoopError) -> None:
         """Prepare the next round: count the failure, get another lease, and pause.
@@ -560,7 +560,7 @@ class _TurnRounds:
         self._refused_at: float | None = None  # time of the first of consecutive refusals by paused engines
         self._lease: Lease | None = None  # the round's, until it fails for another reason than silence
         self._began_at = 0.0
-        self._standstill_s = 0.0  # unavailable seconds that the round has reported
+        self._unavailable_s = 0.0  # unavailable seconds that the round has reported
         self._patient_until: float | None = None  # set at the first refusal because of the fleet's weights
         self._heard_at = 0.0
 
@@ -626,7 +626,7 @@ class _TurnRounds:
     def begin_round(self, lease: Lease) -> None:
         """Record the start of a round under `lease`."""
         self._num_before = len(self.sampled)
-        self._standstill_s, self._heard_at = 0.0, loop_time()
+        self._unavailable_s, self._heard_at = 0.0, loop_time()
         self._lease, self._began_at, self.last_lease = lease, self._heard_at, lease
 
     def hear(self, progress: Progress) -> None:
@@ -636,10 +636,10 @@ class _TurnRounds:
         """
         if progress.tokens.token_ids:
             self.add(progress.tokens)
-        self._stand_still(progress.standstill_s)
+        self._stand_still(progress.unavailable_s)
         self._heard_at = loop_time()
         if self.deadline.is_spent:
-            raise DeadlineExceeded(f"the service was unavailable for {self.deadline.standstill_s:.0f} s")
+            raise DeadlineExceeded(f"the service was unavailable for {self.deadline.unavailable_s:.0f} s")
 
     def add(self, piece: Delta) -> None:
         """Append a piece of the round.
@@ -657,7 +657,7 @@ class _TurnRounds:
         """
         if not last.token_ids and last.finish_reason is FinishReason.DEADLINE and self.deadline.left_s > 0:
             raise DeadlineExceeded(f"request {self._asked.request_id} had no token in its time")
-        self._stand_still(last.standstill_s)
+        self._stand_still(last.unavailable_s)
         num_had = len(self.sampled) - self._num_before
         had = self.sampled.token_ids[self._num_before :]
         if list(last.token_ids[:num_had]) != had or (self.is_streamed and len(last.token_ids) > num_had):
@@ -679,7 +679,7 @@ class _TurnRounds:
     def fail_round(self, error: AgentLoopError) -> None:
         """Count a failed round. The time since a lost replica's last report counts as unavailable."""
         if isinstance(error, EngineLost | EngineUnusable | EnginePaused):
-            self._count_standstill(loop_time() - self._heard_at)
+            self._count_unavailability(loop_time() - self._heard_at)
         if not isinstance(error, DeadlineExceeded):
             self._lease = None
         if not isinstance(error, EnginePaused):
@@ -753,7 +753,7 @@ class _TurnRounds:
         has_token = len(self.sampled) > self._num_before
         had_time = loop_time() - self._began_at >= min(_SILENCE_S, self.request.timeout_s / 2)
         is_late = self.deadline.left_s <= _LATE_S
-        return self._lease if is_late and had_time and not has_token and self._standstill_s == 0.0 else None
+        return self._lease if is_late and had_time and not has_token and self._unavailable_s == 0.0 else None
 
     def _append(self, piece: Delta | Generation) -> None:
         newest, spans = self.sampled.newest_version, piece.weight_versions
@@ -770,13 +770,13 @@ class _TurnRounds:
             self.clock.note_first_token()
         self.sampled.add(piece)
 
-    def _stand_still(self, standstill_s: float) -> None:
-        self._count_standstill(max(standstill_s - self._standstill_s, 0.0))
-        self._standstill_s = standstill_s
+    def _stand_still(self, unavailable_s: float) -> None:
+        self._count_unavailability(max(unavailable_s - self._unavailable_s, 0.0))
+        self._unavailable_s = unavailable_s
 
-    def _count_standstill(self, seconds: float) -> None:
+    def _count_unavailability(self, seconds: float) -> None:
         self.deadline.stood_still(seconds)
-        self.clock.standstill_us += round(seconds * 1e6)
+        self.clock.unavailable_us += round(seconds * 1e6)
 
     def _reply(self, finish_reason: FinishReason) -> Generation:
         """Return all sampled tokens as the generation of the turn's request."""

@@ -15,13 +15,13 @@ from typing import TypeAlias
 
 from agentloop.errors import AgentLoopError, ParserMismatch, TemplateError
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.parsers.arguments import marks_of
-from agentloop.parsers.base import THOUGHT_MARKS, DecodedText, NoCallsParser, Parser, ThoughtMarks
+from agentloop.parsers.arguments import delimiters_of
+from agentloop.parsers.base import THOUGHT_MARKS, DecodedText, NoCallsParser, Parser, ReasoningDelimiters
 from agentloop.parsers.by_name import FORMATS, PARSER_NAMES, get_parser
 from agentloop.parsers.call_format import FormatParser
 from agentloop.parsers.derive import NAMES, PROBES, Underivable, derive
 from agentloop.rendering.port import Renderer
-from agentloop.rendering.prompt_text import thought_marks
+from agentloop.rendering.prompt_text import reasoning_delimiters
 from agentloop.rendering.trial import CLOSED, OPENED, QUESTION, TOOL_NAME, TOOLS
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
@@ -68,8 +68,8 @@ _PROVING = (
 class SelfTest:
     """The results of a passed test. `call_text` is empty if the model's turns have no calls."""
 
-    thoughts: bool  # reasoning was written and parsed
-    opens_thought: bool  # the prompt begins the reasoning
+    reasoning: bool  # reasoning was written and parsed
+    opens_reasoning: bool  # the prompt begins the reasoning
     call_text: str = ""  # the turn with a call, as the model would sample it
 
 
@@ -98,8 +98,8 @@ def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
         if (problem := _problem(reader, turn)) is not None:
             raise ParserMismatch(_mismatch(renderer, turns, parser_name, turn, problem), param="parser")
     return SelfTest(
-        thoughts=any(turn.written.reasoning for turn in read),
-        opens_thought=reader.is_thinking(renderer.render([_ASKED], ())),
+        reasoning=any(turn.written.reasoning for turn in read),
+        opens_reasoning=reader.is_thinking(renderer.render([_ASKED], ())),
         call_text=read[0].text if len(read) > 1 else "",
     )
 
@@ -109,13 +109,13 @@ def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
 
     Raises TemplateError if nothing can be rendered.
     """
-    thoughts, headers, shows_thoughts = _marks_of(renderer)
+    thoughts, headers, shows_reasoning = _delimiters_of(renderer)
     parser = NoCallsParser(thoughts, headers)
     opens = TurnReader(renderer, parser).is_thinking(renderer.render([_ASKED], ()))
-    return parser, SelfTest(thoughts=shows_thoughts, opens_thought=opens)
+    return parser, SelfTest(reasoning=shows_reasoning, opens_reasoning=opens)
 
 
-def _marks_of(renderer: Renderer) -> tuple[ThoughtMarks, tuple[str, ...], bool]:
+def _delimiters_of(renderer: Renderer) -> tuple[ReasoningDelimiters, tuple[str, ...], bool]:
     """Return the marks around an answer's reasoning and its content, and True if reasoning is rendered."""
     (_, turn), facts = _turns(renderer), renderer.facts
     thought, content = turn.written.reasoning, turn.written.content
@@ -127,13 +127,13 @@ def _marks_of(renderer: Renderer) -> tuple[ThoughtMarks, tuple[str, ...], bool]:
         before = opened[0]
     before, behind = before.strip(), behind.strip()
     header = header if not thought or (behind.endswith(header) and behind != header) else ""
-    headers = tuple(mark for mark in (header, *marks_of(footer)) if _MARKED.fullmatch(mark))
+    headers = tuple(mark for mark in (header, *delimiters_of(footer)) if _MARKED.fullmatch(mark))
     behind = behind.removesuffix(header).strip() if header in headers else behind
     known = (
         marks for marks in THOUGHT_MARKS if turn.before.rstrip().endswith(marks.open) and marks.close in behind
     )
-    found = ThoughtMarks(before, behind) if before and behind else next(known, None) if thought else None
-    return found or thought_marks(facts.template_source, facts.literals), headers, found is not None
+    found = ReasoningDelimiters(before, behind) if before and behind else next(known, None) if thought else None
+    return found or reasoning_delimiters(facts.template_source, facts.literals), headers, found is not None
 
 
 def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
@@ -142,7 +142,7 @@ def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
 
     Raises ParserMismatch with the difference.
     """
-    marks, headers, _ = _marks_of(renderer)
+    marks, headers, _ = _delimiters_of(renderer)
     plain = TurnReader(renderer, NoCallsParser(marks, headers))
 
     def cut(calls: Sequence[ToolCall], content: str = "") -> _RenderedTurn:
@@ -169,7 +169,7 @@ def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
                     raise Underivable(f"the derived parser reads {problem} in {turn.text[:_MAX_TURN_CHARS]!r}")
     except (Underivable, TemplateError) as error:
         raise ParserMismatch(f"its calls cannot be derived: {error}", param="parser") from error
-    known = (name for name, forms in FORMATS.items() if forms == (parser.form,) and marks == ThoughtMarks())
+    known = (name for name, forms in FORMATS.items() if forms == (parser.form,) and marks == ReasoningDelimiters())
     return next(known, DERIVED), parser
 
 
@@ -278,8 +278,8 @@ def _num_common(one: str, other: str) -> int:
 
 def _read(reader: TurnReader, turn: _RenderedTurn, tools: Sequence[Mapping[str, JSON]]) -> Message:
     decoded = DecodedText(turn.text, tuple(range(1, len(turn.text) + 1)))
-    is_thinking = turn.before.rstrip().endswith(reader.marks.thoughts.open)
-    reading = Reading(tools, 0, reads_calls=bool(tools), reads_thoughts=True, is_thinking=is_thinking)
+    is_thinking = turn.before.rstrip().endswith(reader.delimiters.reasoning.open)
+    reading = Reading(tools, 0, reads_calls=bool(tools), reads_reasoning=True, is_thinking=is_thinking)
     return reader.read(decoded, reading)[0]
 
 

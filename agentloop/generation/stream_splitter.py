@@ -29,7 +29,7 @@ _MAX_PARSES = 6  # per region: a string may contain the closing mark
 
 class _Phase(Enum):
     START = "start"  # the turn may begin with reasoning
-    THOUGHT = "thought"
+    REASONING = "thought"
     HEAD = "head"  # content may begin with a mark that counts only there
     CONTENT = "content"
     CALL = "call"  # after an opening mark
@@ -48,13 +48,13 @@ class TurnSplitter:
         self._choice_index = choice_index
         self._reader = reader
         self._reading = reading
-        self._marks = reader.marks
-        headers = self._marks.headers if reading.reads_calls or reading.reads_thoughts else ()
-        self._in_content = MarkSet((*(self._marks.openings if reading.reads_calls else ()), *headers))
-        self._in_thought = MarkSet((self._marks.thoughts.close,))
-        self._phase = _Phase.START if reading.reads_thoughts else _Phase.HEAD
-        if reading.reads_thoughts and reading.is_thinking:
-            self._phase = _Phase.THOUGHT
+        self._delimiters = reader.delimiters
+        headers = self._delimiters.headers if reading.reads_calls or reading.reads_reasoning else ()
+        self._in_content = MarkSet((*(self._delimiters.openings if reading.reads_calls else ()), *headers))
+        self._in_thought = MarkSet((self._delimiters.reasoning.close,))
+        self._phase = _Phase.START if reading.reads_reasoning else _Phase.HEAD
+        if reading.reads_reasoning and reading.is_thinking:
+            self._phase = _Phase.REASONING
         self._held = ""  # text that may be the beginning of a mark
         self._thought = _Strip(start=True, end=True)
         self._is_stripped = reading.reads_calls or bool(headers)
@@ -84,8 +84,8 @@ class TurnSplitter:
             match self._phase:
                 case _Phase.START:
                     rest = self._read_start(rest)
-                case _Phase.THOUGHT:
-                    rest = self._read_thought(rest)
+                case _Phase.REASONING:
+                    rest = self._read_reasoning(rest)
                 case _Phase.HEAD:
                     rest = self._read_head(rest)
                 case _Phase.CONTENT:
@@ -122,16 +122,16 @@ class TurnSplitter:
     # Each method reads `text` in its phase, and returns the rest for the next phase.
 
     def _read_start(self, text: str) -> str | None:
-        text, opening = self._held + text, self._marks.thoughts.open
+        text, opening = self._held + text, self._delimiters.reasoning.open
         bare = text.lstrip()
         may_be = len(text) - len(bare) <= MAX_BLANKS and opening.startswith(bare[: len(opening)])
         self._held = text if may_be and len(bare) < len(opening) else ""
         if self._held:
             return None
-        self._phase = _Phase.THOUGHT if may_be else _Phase.HEAD
+        self._phase = _Phase.REASONING if may_be else _Phase.HEAD
         return bare.removeprefix(opening) if may_be else text
 
-    def _read_thought(self, text: str) -> str | None:
+    def _read_reasoning(self, text: str) -> str | None:
         before, mark, after = self._until_mark(text, self._in_thought)
         self._reasoning.append(self._thought.add(before))
         if mark is None:
@@ -145,9 +145,9 @@ class TurnSplitter:
         if not self._reading.reads_calls:
             self._phase = _Phase.CONTENT
             return text
-        leading, bare = self._marks.leading, (self._held + text).lstrip()  # leading blanks are not content
+        leading, bare = self._delimiters.leading, (self._held + text).lstrip()  # leading blanks are not content
         marks = (
-            (*leading, *self._marks.headers) if leading else ()
+            (*leading, *self._delimiters.headers) if leading else ()
         )  # a header may have a leading mark's first characters
         found = max((mark for mark in marks if bare.startswith(mark)), key=len, default="")
         may_be = bool(bare) and any(len(mark) > len(bare) and mark.startswith(bare) for mark in marks)
@@ -162,16 +162,16 @@ class TurnSplitter:
         self._give_content(before)
         if mark is None:
             return None
-        if mark in self._marks.headers:
+        if mark in self._delimiters.headers:
             self._end_segment()
             return after
-        is_readable = self._gives_calls and self._marks.closing is not None and self._num_calls < MAX_CALLS
+        is_readable = self._gives_calls and self._delimiters.closing is not None and self._num_calls < MAX_CALLS
         self._phase = _Phase.CALL if is_readable else _Phase.WAITING
         self._region, self._num_parses = [], 0
         return mark + after
 
     def _read_call(self, text: str) -> str | None:
-        closing = self._marks.closing or ""
+        closing = self._delimiters.closing or ""
         window = self._held + text
         self._region.append(text)
         self._held = window[-len(closing) + 1 :]
@@ -182,7 +182,7 @@ class TurnSplitter:
         rest = region[end:]
         if is_settled:
             self._held = ""
-            has_end = not self._marks.trailing or region.endswith(self._marks.trailing, 0, end)
+            has_end = not self._delimiters.trailing or region.endswith(self._delimiters.trailing, 0, end)
             self._phase = _Phase.CONTENT if has_end else _Phase.CALL_END
             return rest
         self._num_parses = self._num_parses + 1 if end == 0 else 1
@@ -193,7 +193,7 @@ class TurnSplitter:
 
     def _read_call_end(self, text: str) -> str | None:
         """Drop the mark that ends a section of calls, and the blanks before content."""
-        text, trailing = (self._held + text).lstrip(), self._marks.trailing
+        text, trailing = (self._held + text).lstrip(), self._delimiters.trailing
         self._held = text if len(text) < len(trailing) and trailing.startswith(text) else ""
         if self._held or not text:
             return None
@@ -209,7 +209,7 @@ class TurnSplitter:
         position = 0
         for call in parsed.calls:
             self._give_content(region[position : call.token_start])
-            written = region[call.token_start : call.token_end].removesuffix(self._marks.trailing)
+            written = region[call.token_start : call.token_end].removesuffix(self._delimiters.trailing)
             is_closed = written.rstrip().endswith(closing)
             if call.status is not ToolCallStatus.OK or not is_closed or self._num_calls >= MAX_CALLS:
                 return call.token_start, False
@@ -245,10 +245,10 @@ class TurnSplitter:
 
 
 class MarkSet:
-    """Marks that are searched for together."""
+    """Delimiters that are searched for together."""
 
     def __init__(self, marks: Sequence[str]) -> None:
-        self._marks = marks
+        self._delimiters = marks
         self._firsts = {mark[:1] for mark in marks}
         self._longest = max(map(len, marks), default=1) - 1  # characters of an incomplete mark, at most
 
@@ -257,7 +257,7 @@ class MarkSet:
 
         Without a mark the rest is the text at the end that may become one.
         """
-        found = [(place, -len(mark), mark) for mark in self._marks if (place := text.find(mark)) >= 0]
+        found = [(place, -len(mark), mark) for mark in self._delimiters if (place := text.find(mark)) >= 0]
         place, _, mark = min(found, default=(len(text), 0, ""))
         held = self._cut_mark(text, place)
         if held is not None:
@@ -269,7 +269,7 @@ class MarkSet:
         for start in range(max(len(text) - self._longest, 0), min(place + 1, len(text))):
             if text[start] in self._firsts:
                 end = text[start:]
-                if any(len(mark) > len(end) and mark.startswith(end) for mark in self._marks):
+                if any(len(mark) > len(end) and mark.startswith(end) for mark in self._delimiters):
                     return start
         return None
 

@@ -1,7 +1,7 @@
 """The text of a turn, read into a message: reasoning, content and tool calls; and the pieces of a streamed turn.
 
 Reasoning stands between two marks. The first mark is at the start of the turn, after a few blanks, or the prompt
-ends with it; without the second mark the reasoning extends to the end of the turn. Marks of calls within the
+ends with it; without the second mark the reasoning extends to the end of the turn. Delimiters of calls within the
 reasoning are text, and marks of reasoning elsewhere are content. Nothing that a policy wrote is dropped except
 these marks.
 """
@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import orjson
 
-from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, segments
+from agentloop.parsers.base import DecodedText, Delimiters, ParsedTurn, Parser, segments
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.trajectory.node import Reply
@@ -148,7 +148,7 @@ class Reading:
     tools: Sequence[Mapping[str, JSON]]
     turn_index: int  # numbers its calls
     reads_calls: bool
-    reads_thoughts: bool  # false for a raw completion: all of its text is content
+    reads_reasoning: bool  # false for a raw completion: all of its text is content
     is_thinking: bool = False  # the prompt begins the reasoning
     shows_unread_calls: bool = False  # a call that cannot be read is content, unless the turn's end cut it
 
@@ -163,9 +163,9 @@ class TurnReader:
         self._keeps_calls = not renderer.facts.shows_calls
 
     @property
-    def marks(self) -> Marks:
+    def delimiters(self) -> Delimiters:
         """The marks by which a turn is read while it is sampled."""
-        return self._parser.marks
+        return self._parser.delimiters
 
     def ends_turn(self, token_id: int) -> bool:
         """Return True if a stop token is the model's; a client's stop token leaves the turn open."""
@@ -181,7 +181,7 @@ class TurnReader:
 
     def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Return True if the reply to a prompt begins within reasoning."""
-        mark = self.marks.thoughts.open
+        mark = self.delimiters.reasoning.open
         end = self._renderer.decode(prompt_ids[-_PROMPT_END:]).rstrip()
         if len(end) <= len(mark):
             end = self._renderer.decode(prompt_ids[-_PROMPT_TAIL:]).rstrip()
@@ -197,7 +197,7 @@ class TurnReader:
             return TurnEnd(int(reply.token_ids[-1]), written_ids=ids, num_calls=num_calls)
         is_thinking = 0 < num_ids == reply.num_reasoning_tokens
         last = self._renderer.decode(reply.token_ids[-_PROMPT_TAIL:].tolist()) if is_thinking else ""
-        is_open = is_thinking and not last.rstrip().endswith(self.marks.thoughts.close)
+        is_open = is_thinking and not last.rstrip().endswith(self.delimiters.reasoning.close)
         return TurnEnd(None, is_open, ids, num_calls, reply.closing)
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:
@@ -245,7 +245,7 @@ class TurnReader:
 
     def _message(self, decoded: DecodedText, reading: Reading, reasoning: str) -> Message:
         if not reading.reads_calls:
-            headers = self.marks.headers if reading.reads_thoughts else ()
+            headers = self.delimiters.headers if reading.reads_reasoning else ()
             content = "\n".join(segments(decoded.text, headers)) if headers else decoded.text
             return Message("assistant", content, reasoning=reasoning)
         parsed = self.parse(decoded, reading)
@@ -257,9 +257,9 @@ class TurnReader:
 
     def _thought(self, text: str, reading: Reading) -> tuple[int, int, int] | None:
         """Return the characters `[start, end)` of the reasoning, and the position after its closing mark."""
-        if not reading.reads_thoughts:
+        if not reading.reads_reasoning:
             return None
-        marks, start = self.marks.thoughts, 0
+        marks, start = self.delimiters.reasoning, 0
         if not reading.is_thinking:
             start = len(text) - len(text[: MAX_BLANKS + 1].lstrip()) - len(text[MAX_BLANKS + 1 :])
             if start > MAX_BLANKS or not text.startswith(marks.open, start):

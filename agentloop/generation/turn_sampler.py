@@ -26,7 +26,7 @@ from agentloop.generation.leased_engine import AbortRule, AbortSwitch, LeasedEng
 from agentloop.generation.stream_splitter import MarkSet, TurnSplitter
 from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnFinish, TurnPiece, TurnReader, finish_of
 from agentloop.observability.metrics import MetricsTally
-from agentloop.parsers.base import DecodedText, Marks
+from agentloop.parsers.base import DecodedText, Delimiters
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
     FinishReason,
@@ -146,7 +146,7 @@ class TurnText:
         self._reader = reader
         self._tally = tally
         self._sampling = wanted.request.sampling
-        is_thinking = wanted.reading.reads_thoughts and reader.is_thinking(wanted.request.token_ids)
+        is_thinking = wanted.reading.reads_reasoning and reader.is_thinking(wanted.request.token_ids)
         self._reading = replace(wanted.reading, is_thinking=is_thinking)
         self._reads_one_call = wanted.reading.reads_calls and not wanted.is_parallel
         self._text = self._new_text()
@@ -166,9 +166,11 @@ class TurnText:
         return self._text.match is not None or self._has_first_call
 
     def _new_text(self) -> _GrowingText:
-        wanted, reads_thoughts = self._wanted, self._reading.reads_thoughts
-        skips_reasoning = bool(wanted.stop) and reads_thoughts and not wanted.stop_in_reasoning
-        answer = AnswerText(self._reader.marks, is_thinking=self._reading.is_thinking) if skips_reasoning else None
+        wanted, reads_reasoning = self._wanted, self._reading.reads_reasoning
+        skips_reasoning = bool(wanted.stop) and reads_reasoning and not wanted.stop_in_reasoning
+        answer = (
+            AnswerText(self._reader.delimiters, is_thinking=self._reading.is_thinking) if skips_reasoning else None
+        )
         return _GrowingText(self._reader, wanted.stop, answer)
 
     def read(self) -> TurnPiece | None:
@@ -365,9 +367,9 @@ class AnswerText:
     between other messages. Blanks after reasoning do not belong to the answer.
     """
 
-    def __init__(self, marks: Marks, *, is_thinking: bool) -> None:
-        self._open, self._close = marks.thoughts.open, MarkSet((marks.thoughts.close,))
-        self._later = MarkSet((marks.thoughts.open,)) if marks.headers else None
+    def __init__(self, marks: Delimiters, *, is_thinking: bool) -> None:
+        self._open, self._close = marks.reasoning.open, MarkSet((marks.reasoning.close,))
+        self._later = MarkSet((marks.reasoning.open,)) if marks.headers else None
         self._state = _TurnPart.REASONING if is_thinking else _TurnPart.START
         self._text = ""  # not yet assigned to a part
 

@@ -119,7 +119,7 @@ FAMILIES = {
         *_histograms(
             (
                 "trajectory_seconds",
-                "Time per phase: queue, generate, tool, reward, standstill; total.",
+                "Time per phase: queue, generate, tool, reward, unavailable; total.",
                 ("phase",),
                 _S,
             ),
@@ -312,7 +312,7 @@ _PHASES = {
     "decode": ("turn_seconds", "decode"),
     "tools": ("trajectory_seconds", "tool"),
     "reward": ("trajectory_seconds", "reward"),
-    "standstill": ("trajectory_seconds", "standstill"),
+    "unavailable": ("trajectory_seconds", "unavailable"),
 }
 
 
@@ -360,7 +360,7 @@ def _count_turn(tally: MetricsTally, turn: Turn) -> None:
 def _count_timings(tally: MetricsTally, record: Trajectory) -> None:
     timings = record.timings
     tally.observe("queue_wait_seconds", timings.queue_s)
-    for phase in ("queue", "generate", "tool", "reward", "standstill", "total"):
+    for phase in ("queue", "generate", "tool", "reward", "unavailable", "total"):
         tally.observe("trajectory_seconds", getattr(timings, f"{phase}_s"), phase)
     if record.reward is not None or record.reward_error is not None:
         tally.observe("reward_seconds", timings.reward_s)

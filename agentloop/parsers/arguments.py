@@ -211,7 +211,9 @@ class TextParameters:
             # A missing `close` would swallow the next parameter or call: look for their delimiters in the value.
             if not opened or end < 0:
                 inner = self._inner(text, start, until)
-                if inner >= 0 or len(marks_of(self.tail)) > 1:  # a value may contain one delimiter, but not all
+                if (
+                    inner >= 0 or len(delimiters_of(self.tail)) > 1
+                ):  # a value may contain one delimiter, but not all
                     cut = tail.search(text, start, inner if inner >= 0 else until)
             if inner >= 0 or cut is not None or end < 0:
                 until = cut.start() if cut is not None else until
@@ -219,7 +221,7 @@ class TextParameters:
                 is_text = schema is None or "string" in allowed_types(schema, parameters)
                 shown = begun_json(value) if is_text else value.strip()
                 partial = f"{begun_json(values)}{', ' if values else ''}{json.dumps(key)}: {shown}"
-                at = until if cut is not None or inner >= 0 or len(marks_of(self.tail)) > 1 else start
+                at = until if cut is not None or inner >= 0 or len(delimiters_of(self.tail)) > 1 else start
                 is_inner = cut is None and inner >= 0
                 error = f"another parameter or call before its {close}" if is_inner else f"no {close}"
                 raise MalformedCall(f"parameter {key!r} has {error}", name, partial, at)
@@ -236,8 +238,8 @@ class TextParameters:
         return values, position
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
-        pieces, ends = [], marks_of(self.tail)
-        excluded = [*(ends[:1] if len(ends) > 1 else []), marks_of(self.open)[0]]
+        pieces, ends = [], delimiters_of(self.tail)
+        excluded = [*(ends[:1] if len(ends) > 1 else []), delimiters_of(self.open)[0]]
         for key, schema, is_required in _parameters(parameters, _TEXT_KEY):
             content = _plain_form(schema, parameters, excluded)
             is_text = content["type"] != "json_schema"
@@ -250,7 +252,7 @@ class TextParameters:
 
     def _inner(self, text: str, start: int, end: int) -> int:
         """Return the position of another parameter or a complete call between `start` and `end`, or -1."""
-        opening = marks_of(self.open)[0]
+        opening = delimiters_of(self.open)[0]
         if opening.startswith("<") and (position := text.find(opening, start, end)) >= 0:
             return position
         call = re.compile(loose(self.begin)).search(text, start, end) if self.begin else None
@@ -351,7 +353,7 @@ MARK = re.compile(
 )
 
 
-def marks_of(written: str) -> list[str]:
+def delimiters_of(written: str) -> list[str]:
     """Return the delimiters in a literal, in order, without the whitespace between them."""
     return [match[0] for match in MARK.finditer(written)]
 
@@ -359,7 +361,7 @@ def marks_of(written: str) -> list[str]:
 def loose(written: str) -> str:
     """Return a pattern of a literal with any whitespace between its delimiters and optional Markdown fences."""
     escaped = (
-        f"(?:{re.escape(mark)})?" if mark.startswith("```") else re.escape(mark) for mark in marks_of(written)
+        f"(?:{re.escape(mark)})?" if mark.startswith("```") else re.escape(mark) for mark in delimiters_of(written)
     )
     pattern = r"\s*+".join(escaped)
     return re.sub(f"[{NAME}{NUMBER}{TYPE}]", lambda place: _PLACES[place[0]], pattern)

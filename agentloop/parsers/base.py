@@ -50,34 +50,34 @@ class ParsedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class ThoughtMarks:
+class ReasoningDelimiters:
     """The delimiters of the reasoning at the beginning of a turn. The prompt may end with `open`."""
 
     open: str = "<think>"
     close: str = "</think>"
 
-    def around(self, thought: str) -> str:
+    def around(self, reasoning: str) -> str:
         """Return the reasoning with its delimiters and whitespace, as the family's templates write it."""
-        if self == ThoughtMarks():
-            return f"{self.open}\n{thought}\n{self.close}\n\n"
-        return f"{self.open}{thought}{self.close}"
+        if self == ReasoningDelimiters():
+            return f"{self.open}\n{reasoning}\n{self.close}\n\n"
+        return f"{self.open}{reasoning}{self.close}"
 
 
 THOUGHT_MARKS = (
-    ThoughtMarks("[THINK]", "[/THINK]"),
-    ThoughtMarks("<seed:think>", "</seed:think>"),
-    ThoughtMarks("<mm:think>", "</mm:think>"),
-    ThoughtMarks("<|channel>thought", "<channel|>"),
-    ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),
-    ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),
-    ThoughtMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-    ThoughtMarks(),
+    ReasoningDelimiters("[THINK]", "[/THINK]"),
+    ReasoningDelimiters("<seed:think>", "</seed:think>"),
+    ReasoningDelimiters("<mm:think>", "</mm:think>"),
+    ReasoningDelimiters("<|channel>thought", "<channel|>"),
+    ReasoningDelimiters("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningDelimiters("<|inner_prefix|>", "<|inner_suffix|>"),
+    ReasoningDelimiters("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ReasoningDelimiters(),
 )
 """The reasoning delimiters of the model families. The first pair in a template is used; the default is last."""
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class Delimiters:
     """The delimiters of one family's turns, used to parse a turn while it is sampled.
 
     Text before the first delimiter of a call is content. After `closing`, later text no longer changes a
@@ -91,7 +91,7 @@ class Marks:
     # The end of a section of calls, which belongs to the call before it (whitespace between them).
     trailing: str = ""
     headers: tuple[str, ...] = ()  # delimiters in content that are removed; the texts around them become two lines
-    thoughts: ThoughtMarks = ThoughtMarks()
+    reasoning: ReasoningDelimiters = ReasoningDelimiters()
 
 
 def segments(text: str, headers: Sequence[str]) -> list[str]:
@@ -105,7 +105,7 @@ class Parser(Protocol):
     """The turn syntax of one model family. Parsing is deterministic."""
 
     @property
-    def marks(self) -> Marks:
+    def delimiters(self) -> Delimiters:
         """The delimiters used to parse a turn while it is sampled."""
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
@@ -125,11 +125,11 @@ class Parser(Protocol):
 class NoCallsParser:
     """The parser of models whose calls cannot be parsed and which are shown no tools: the answer is content."""
 
-    def __init__(self, thoughts: ThoughtMarks, headers: tuple[str, ...] = ()) -> None:
-        self.marks = Marks((), thoughts=thoughts, headers=headers)
+    def __init__(self, thoughts: ReasoningDelimiters, headers: tuple[str, ...] = ()) -> None:
+        self.delimiters = Delimiters((), reasoning=thoughts, headers=headers)
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
-        return ParsedTurn("\n".join(segments(decoded.text, self.marks.headers)), ())
+        return ParsedTurn("\n".join(segments(decoded.text, self.delimiters.headers)), ())
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
         raise InvalidRequest(

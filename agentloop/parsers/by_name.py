@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.arguments import ID, JsonArguments, Literals, ObjectKeys, TextParameters
-from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
+from agentloop.parsers.base import DecodedText, Delimiters, ParsedTurn, Parser, ReasoningDelimiters
 from agentloop.parsers.call_format import CallFormat, FormatParser
 from agentloop.parsers.harmony import HarmonyParser
 from agentloop.plugins import resolve
@@ -46,9 +46,9 @@ FORMATS["qwen3_coder"] = FORMATS["qwen3_xml"]
 Kimi-K2's tool-call guide, mistral-common and llama-models."""
 
 
-_THOUGHTS = {"mistral": ThoughtMarks("[THINK]", "[/THINK]")}
+_THOUGHTS = {"mistral": ReasoningDelimiters("[THINK]", "[/THINK]")}
 _PARSERS: dict[str, Parser] = {
-    name: FormatParser(_THOUGHTS.get(name, ThoughtMarks()), *forms) for name, forms in FORMATS.items()
+    name: FormatParser(_THOUGHTS.get(name, ReasoningDelimiters()), *forms) for name, forms in FORMATS.items()
 } | {"harmony": HarmonyParser()}
 PARSER_NAMES = tuple(_PARSERS)
 
@@ -76,7 +76,7 @@ def _imported(path: str) -> Parser:
     try:
         parser: Any = target() if callable(target) and not is_instance else target
         is_parser = (
-            isinstance(parser.marks, Marks)
+            isinstance(parser.delimiters, Delimiters)
             and callable(parser.call_constraint)
             and isinstance(parser.parse(DecodedText("", ()), [], 0), ParsedTurn)
         )

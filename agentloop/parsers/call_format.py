@@ -25,11 +25,19 @@ from agentloop.parsers.arguments import (
     TextParameters,
     begun_json,
     check_name,
+    delimiters_of,
     loose,
-    marks_of,
     value_end,
 )
-from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, Tools, TurnBuilder
+from agentloop.parsers.base import (
+    DecodedText,
+    Delimiters,
+    MalformedCall,
+    ParsedTurn,
+    ReasoningDelimiters,
+    Tools,
+    TurnBuilder,
+)
 from agentloop.parsers.grammar import NO_PARAMETERS, calls_of, constraint_of, literal, matching, sequence, tagged
 from agentloop.types import JSON, Constraint
 
@@ -61,20 +69,20 @@ class CallFormat:
     @property
     def outer(self) -> str:
         """The delimiter that begins a turn's first call; empty if the format has none."""
-        marks = marks_of(self.section[0]) or self._own_marks
+        marks = delimiters_of(self.section[0]) or self._own_delimiters
         return marks[0] if marks and len(marks[0]) > 1 else ""
 
     @property
     def inner(self) -> str:
         """The delimiter of each call, like `<function=` after `<tool_call>`; empty if only the section has one."""
-        first = next(iter(self._own_marks), "")
-        unterminated = (mark for mark in self._own_marks if mark.startswith("<") and not mark.endswith(">"))
+        first = next(iter(self._own_delimiters), "")
+        unterminated = (mark for mark in self._own_delimiters if mark.startswith("<") and not mark.endswith(">"))
         return first if self.section[0].strip() else next(unterminated, first)
 
     @property
-    def _own_marks(self) -> list[str]:
+    def _own_delimiters(self) -> list[str]:
         """The delimiters before the name, which distinguish a call from text."""
-        return [] if self.is_bare else marks_of(self.begin.partition(ID)[0])
+        return [] if self.is_bare else delimiters_of(self.begin.partition(ID)[0])
 
     @property
     def is_single(self) -> bool:
@@ -91,19 +99,19 @@ class FormatParser:
     """Parses one call format, or several that begin with the same delimiter and are distinguished per call."""
 
     def __init__(
-        self, thoughts: ThoughtMarks, form: CallFormat, *others: CallFormat, headers: tuple[str, ...] = ()
+        self, thoughts: ReasoningDelimiters, form: CallFormat, *others: CallFormat, headers: tuple[str, ...] = ()
     ) -> None:
         self.form, self._others = form, others
-        ends, last, outer = marks_of(form.end), marks_of(form.section[1]), form.outer
+        ends, last, outer = delimiters_of(form.end), delimiters_of(form.section[1]), form.outer
         is_certain = bool(ends) and len(last) < 2 and not (form.is_listed or others)
         first = "{" if outer else (form.section[0] or form.begin.partition(NAME)[0]).strip() or "{"
-        self.marks = Marks(
+        self.delimiters = Delimiters(
             tuple(dict.fromkeys(filter(None, (outer, form.inner)))),
             ends[-1] if is_certain else None,
             leading=(first,) if form.is_bare else (),
             trailing="".join(last) if is_certain else "",
             headers=headers,
-            thoughts=thoughts,
+            reasoning=thoughts,
         )
         self._counted = form.inner or outer or '"name"'
         each = f"(?:{re.escape(outer)}\\s*+)?{re.escape(form.inner)}|" if form.inner not in ("", outer) else ""
@@ -117,7 +125,7 @@ class FormatParser:
         These are objects without arguments, and a list of objects in place of one object.
         """
         form, *others = (replace(strict, is_lenient=True) for strict in (self.form, *self._others))
-        parser = FormatParser(self.marks.thoughts, form, *others, headers=self.marks.headers)
+        parser = FormatParser(self.delimiters.reasoning, form, *others, headers=self.delimiters.headers)
         if isinstance(form.arguments, ObjectKeys) and form.begin.strip():
             listed = replace(form, begin="", end="", section=(f"{form.begin}[", f"]{form.end}"), separator=", ")
             forgiving = _CallReader(listed, self._opening, self._counted, "a list of calls")
@@ -129,8 +137,8 @@ class FormatParser:
             candidates = (reader for reader in self._readers if reader.begins.match(builder.text, match.start()))
             return next(candidates, self._readers[0]).read(builder, *match.span(), tools, is_marked=True)
 
-        builder, first = TurnBuilder(decoded, turn_index, self.marks.headers), self._readers[0]
-        has_header = decoded.text.lstrip().startswith(self.marks.headers)
+        builder, first = TurnBuilder(decoded, turn_index, self.delimiters.headers), self._readers[0]
+        has_header = decoded.text.lstrip().startswith(self.delimiters.headers)
         is_begun = self.form.is_bare and not has_header and first.begins.match(decoded.text)
         position = first.read(builder, 0, 0, tools, is_marked=False) if is_begun else 0
         return builder.read(self._opening, read_call, self._counted, position)
@@ -153,7 +161,7 @@ class _CallReader:
         self._bound = re.compile(_NEVER if opening.pattern == _NEVER else re.escape(counted))
         has_tag = bool(form.outer) and form.is_bare
         self.section = "" if has_tag else form.section[0], form.section[1]
-        section, begin, ends = loose(form.section[0]), _literal(form.begin), marks_of(form.end)
+        section, begin, ends = loose(form.section[0]), _literal(form.begin), delimiters_of(form.end)
         if not section and form.inner != form.outer:
             section, begin = loose(form.outer), _literal(form.begin[form.begin.index(form.inner) :])
         opened = rf"(?:{section}\s*+){'?' if begin or has_tag else ''}" if section else ""
@@ -170,7 +178,7 @@ class _CallReader:
         separator = loose(form.separator)
         after = rf"{separator}\s*+" if separator and not form.is_single else rf"(?:{separator})?\s*+(?=\{{)"
         self._next = re.compile(rf"\s*+{after}" if form.is_listed else _NEVER)
-        closings = (mark for mark in (*ends[-1:], *marks_of(form.section[1])[-1:]) if len(mark) > 2)
+        closings = (mark for mark in (*ends[-1:], *delimiters_of(form.section[1])[-1:]) if len(mark) > 2)
         self._closing = re.compile("|".join(map(re.escape, sorted(closings, key=len))) or _NEVER)
 
     def _body(self) -> str:
@@ -186,7 +194,7 @@ class _CallReader:
         if isinstance(notation, JsonArguments):
             ahead = r"(?=\{)"
         elif isinstance(notation, TextParameters) and not middle.strip():  # the first parameter or the end follows
-            behind_name = (*marks_of(notation.open)[:1], *marks_of(form.end)[:1])
+            behind_name = (*delimiters_of(notation.open)[:1], *delimiters_of(form.end)[:1])
             ahead = f"(?={'|'.join(map(re.escape, behind_name))})"
         return rf"(?P<name>{_TOOL_NAME})\s*+{pattern}\s*+{ahead}"
 
@@ -226,7 +234,7 @@ class _CallReader:
         """Parse one call; None if JSON without a delimiter is not a call. Raises MalformedCall."""
         form, notation = self.form, self.form.arguments
         if head is None:
-            shown = marks_of(f"{form.section[0]}{form.begin}...{form.middle}")
+            shown = delimiters_of(f"{form.section[0]}{form.begin}...{form.middle}")
             syntax = "".join(shown).translate({0: "ID", 1: "NAME", 2: "NUMBER"})
             raise MalformedCall(f"the tool call must begin with {syntax}")
         if isinstance(notation, ObjectKeys):
@@ -239,7 +247,7 @@ class _CallReader:
         closed = self._end.match(text, end)
         if closed is None and not (isinstance(notation, JsonArguments) and self._forgiven.match(text, end)):
             further = f"{notation.open}... or " if isinstance(notation, TextParameters) else ""
-            error = f"expected {further}{''.join(marks_of(form.end))} after the arguments of the tool call"
+            error = f"expected {further}{''.join(delimiters_of(form.end))} after the arguments of the tool call"
             raise MalformedCall(error, name, begun_json(arguments), end)
         call_id = call_id if _ID.fullmatch(call_id) else ""
         return end if closed is None else closed.end(), name, arguments, call_id, ""

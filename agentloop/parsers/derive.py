@@ -25,7 +25,7 @@ from agentloop.parsers.arguments import (
     Notation,
     ObjectKeys,
     TextParameters,
-    marks_of,
+    delimiters_of,
 )
 from agentloop.parsers.call_format import CallFormat
 from agentloop.types import JSON, ToolCall
@@ -75,7 +75,7 @@ def derive(write: Write) -> CallFormat:
         notation = replace(notation, begin=begin, tail=end)
     separator = separator or begin[: len(begin) - len(begin.lstrip())]
     # The call begins with its name, a word that text may contain.
-    is_named = NAME in next(iter(marks_of(begin)), "")
+    is_named = NAME in next(iter(delimiters_of(begin)), "")
     is_bare = (is_named or not begin.strip()) and section[0].strip() in ("", "[")
     form = CallFormat(begin.lstrip(), end, notation, middle, section, separator, is_bare)
     literals = (*section, form.begin, form.middle, form.end, form.separator)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import orjson
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import ThoughtMarks, Tools
+from agentloop.parsers.base import ReasoningDelimiters, Tools
 from agentloop.parsers.json_schema import bundled, unenforced
 from agentloop.types import JSON, Constraint, ConstraintKind
 
@@ -92,7 +92,7 @@ def either(*elements: JSON) -> dict[str, JSON]:
     return {"type": "or", "elements": list(elements)}
 
 
-def behind_thought(constraint: Constraint, thoughts: ThoughtMarks) -> Constraint:
+def after_reasoning(constraint: Constraint, thoughts: ReasoningDelimiters) -> Constraint:
     """Return the constraint with the rest of open reasoning and its closing delimiter allowed before it."""
     thought = tagged("", {"type": "any_text"}, thoughts.close)
     return constraint_of(sequence(thought, matching("[ \\n]{0,2}"), format_of(constraint)))

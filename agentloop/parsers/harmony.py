@@ -15,7 +15,15 @@ from collections.abc import Mapping
 
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.arguments import check_name, read_arguments
-from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, Tools, TurnBuilder
+from agentloop.parsers.base import (
+    DecodedText,
+    Delimiters,
+    MalformedCall,
+    ParsedTurn,
+    ReasoningDelimiters,
+    Tools,
+    TurnBuilder,
+)
 from agentloop.parsers.grammar import NO_PARAMETERS, call_json, calls_of, constraint_of, tagged
 from agentloop.types import JSON, Constraint
 
@@ -46,14 +54,14 @@ _RECIPIENT = re.compile(r"(?:[\s>]|\A)to=\s*+([^\s<]++)")
 class HarmonyParser:
     """Parses harmony messages. The caller has removed the reasoning at the beginning of the turn."""
 
-    marks = Marks(
+    delimiters = Delimiters(
         openings=(
             *("<|channel|>commentary to=functions.", "<|start|>", "<|channel|>", "<|end|>", "<|message|>"),
             *("<|constrain|>", _CALL_STOP, "<|return|>"),
         ),
         leading=("to=", "assistant"),
         headers=(_FINAL, _START + _FINAL, _PREAMBLE, _START + _PREAMBLE),
-        thoughts=ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>"),
+        reasoning=ReasoningDelimiters("<|channel|>analysis<|message|>", "<|end|>"),
     )
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:

@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable, UnsupportedParameter
 from agentloop.images import ImageRef, parts_of
-from agentloop.parsers.base import THOUGHT_MARKS, ThoughtMarks
+from agentloop.parsers.base import THOUGHT_MARKS, ReasoningDelimiters
 from agentloop.rendering.port import NO_KWARGS, TurnEnd
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
@@ -155,8 +155,24 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2
         raise TemplateError(f"the chat template does not compile: {error}") from error
 
 
+def has_template(directory: Path) -> bool:
+    """Return True if a model folder has a chat template; base models have none. Raises TemplateError."""
+    return isinstance(
+        _named_templates(directory, read_json(directory / "tokenizer_config.json")).get("default"), str
+    )
+
+
 def _sources(directory: Path, config: Mapping[str, JSON]) -> tuple[str, str | None]:
-    """Return a folder's template, and its separate template for conversations with tools or None.
+    """Return a folder's template, and its separate template for conversations with tools or None."""
+    named = _named_templates(directory, config)
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        raise TemplateError(f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json")
+    return default, tool_use if isinstance(tool_use, str) else None
+
+
+def _named_templates(directory: Path, config: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return a folder's templates by name.
 
     transformers writes templates to their own files since 4.50, and wrote them to tokenizer_config.json before.
     """
@@ -169,10 +185,7 @@ def _sources(directory: Path, config: Mapping[str, JSON]) -> tuple[str, str | No
     named = source if isinstance(source, dict) else {"default": source}
     if path.is_file():
         named = {"default": _text_of(path), **({"tool_use": _text_of(tool_path)} if tool_path.is_file() else {})}
-    default, tool_use = named.get("default") or tekken_template(directory), named.get("tool_use")
-    if not isinstance(default, str):
-        raise TemplateError(f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json")
-    return default, tool_use if isinstance(tool_use, str) else None
+    return {**named, "default": named.get("default") or tekken_template(directory)}
 
 
 def _text_of(path: Path) -> str:
@@ -226,7 +239,7 @@ _WANTS_NINE = re.compile(r"length\s*(?:!=|<)\s*9\b")  # the check of call ids in
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
-class ThoughtForm(StrEnum):
+class ReasoningForm(StrEnum):
     """The part of a message in which a template expects the reasoning of an earlier turn."""
 
     FIELD = "field"  # a field next to the content
@@ -242,7 +255,7 @@ class TemplateForm:
     takes_text_arguments: bool = False  # a call's arguments are JSON text, not an object
     max_calls: int = 2  # calls in one turn; a value above 1 means any number
     takes_parts: bool = False  # content is a list of parts, never a string
-    thoughts: ThoughtForm = ThoughtForm.FIELD
+    reasoning: ReasoningForm = ReasoningForm.FIELD
     shows_calls: bool = (
         True  # false: the template shows only the content of earlier turns, so calls go there as text
     )
@@ -273,8 +286,8 @@ class PromptText:
         self._kwargs: Mapping[str, JSON] = masked(tokens, kwargs, "chat_template_kwargs")
         self._mark = f"turn{secrets.randbits(64)}"
         self._wants_nine = _WANTS_NINE.search(template.source) is not None
-        self._thought_keys = [key for key in _THOUGHT_KEYS if key in template.source] or list(_THOUGHT_KEYS[:1])
-        self._thought_marks = thought_marks(template.source, tokens.literals)
+        self._reasoning_keys = [key for key in _THOUGHT_KEYS if key in template.source] or list(_THOUGHT_KEYS[:1])
+        self._reasoning_delimiters = reasoning_delimiters(template.source, tokens.literals)
 
     def text(
         self,
@@ -356,7 +369,7 @@ class PromptText:
         if end.closing is not None:
             return end.closing.rstrip() + text[len(text[:stop_start].rstrip()) :]
         # 3. The turn was truncated or ended with another token: close open reasoning and add the stop token.
-        return (self._thought_end() if end.is_thinking else "") + text[stop_start:]
+        return (self._reasoning_end() if end.is_thinking else "") + text[stop_start:]
 
     def closing_special(self, definitions: Sequence[JSON] = ()) -> str | None:
         """Return the special token that ends an assistant turn; with `definitions`, a turn that calls a tool.
@@ -440,14 +453,14 @@ class PromptText:
             )
         return min(stops)
 
-    def _thought_end(self) -> str:
+    def _reasoning_end(self) -> str:
         """Return the text that the template writes after reasoning if the turn has no content."""
         turn = Message("assistant", "", reasoning=self._mark)
         text = self.text([Message("user", "one question"), turn], (), adds_generation_prompt=False)
         if (at := text.rfind(self._mark)) >= 0:
             rest = text[at + len(self._mark) :]
             return rest[: min((rest.find(stop) for stop in self._stops if stop in rest), default=len(rest))]
-        marks = self._thought_marks
+        marks = self._reasoning_delimiters
         return marks.around(self._mark).rpartition(self._mark)[2] if marks.close in self._template.source else ""
 
     def _entry(self, message: Message, ids: Mapping[str, str]) -> dict[str, JSON]:
@@ -483,16 +496,16 @@ class PromptText:
 
     def _thought(self, thought: str, content: JSON) -> dict[str, JSON]:
         """Return the message fields that show masked reasoning together with masked content."""
-        match self._form.thoughts:
-            case ThoughtForm.FIELD:
-                return dict.fromkeys(self._thought_keys, thought)
-            case ThoughtForm.CHUNK:
+        match self._form.reasoning:
+            case ReasoningForm.FIELD:
+                return dict.fromkeys(self._reasoning_keys, thought)
+            case ReasoningForm.CHUNK:
                 parts = (
                     content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
                 )
                 return {"content": [{"type": "thinking", "thinking": thought}, *parts]}
-            case ThoughtForm.TEXT:
-                text = self._thought_marks.around(thought)
+            case ReasoningForm.TEXT:
+                text = self._reasoning_delimiters.around(thought)
                 if isinstance(content, list):
                     return {"content": [{"type": "text", "text": text}, *content]}
                 return {"content": text + content}
@@ -599,10 +612,10 @@ def masked(tokens: Tokens, value: JSON, param: str, *, keeps_markup: bool = Fals
     return value
 
 
-def thought_marks(template_source: str, literals: Collection[str]) -> ThoughtMarks:
+def reasoning_delimiters(template_source: str, literals: Collection[str]) -> ReasoningDelimiters:
     """Return the reasoning delimiters in a template, else those in a tokenizer, else `<think>` and `</think>`."""
     known = (marks for source in (template_source, literals) for marks in THOUGHT_MARKS if marks.close in source)
-    return next(known, ThoughtMarks())
+    return next(known, ReasoningDelimiters())
 
 
 def masked_tool(tokens: Tokens, value: JSON, *, names_parameters: bool = False) -> JSON:

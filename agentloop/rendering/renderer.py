@@ -135,6 +135,40 @@ def model_text(folder: Path, stop_tokens: Sequence[str] = ()) -> ModelText:
     )
 
 
+class TextOnlyRenderer(ModelText):
+    """A model without a chat template, such as a base model: it completes text and tokens, and refuses messages."""
+
+    objection = (
+        "this model has no chat template: use /generate or /v1/completions, or set chat.template.file to a template"
+        " for its messages"
+    )
+
+    @classmethod
+    def from_directory(cls, directory: Path, settings: RenderSettings = RenderSettings()) -> TextOnlyRenderer:
+        """Create the renderer of a Hugging Face model folder. Raises TemplateError with the file name."""
+        text = model_text(directory, settings.stop_tokens)
+        return cls(text.tokens, stop_token_ids=text.stop_token_ids, vocab_size=text.vocab_size)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Properties of a model without a chat format."""
+        return ModelFacts(
+            template_source="",
+            template_arguments=frozenset(),
+            literals=self.tokens.literals,
+            stop_tokens=tuple(text for i in self.stop_token_ids if (text := self.tokens.literal_of(i))),
+            tools_objection=self.objection,
+            strips_thinking=False,
+            shows_calls=False,
+        )
+
+    def render(self, *_: object, **__: object) -> list[int]:
+        """Raise TemplateError."""
+        raise TemplateError(self.objection, param="messages")
+
+    bridge = render
+
+
 class HiddenMessages:
     """Refuses messages that a renderer would drop silently.
 

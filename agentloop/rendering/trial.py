@@ -19,7 +19,7 @@ from typing import Protocol
 from agentloop.errors import TemplateError
 from agentloop.parsers.base import THOUGHT_MARKS
 from agentloop.rendering.port import NAMED_ROLES, TurnEnd
-from agentloop.rendering.prompt_text import TemplateForm, ThoughtForm
+from agentloop.rendering.prompt_text import ReasoningForm, TemplateForm
 from agentloop.types import JSON, Message, ToolCall
 
 _WINDOW_CHARS = 48
@@ -81,7 +81,7 @@ class _Style:
     """The optional parts of the check's conversation."""
 
     num_calls: int
-    has_thoughts: bool
+    has_reasoning: bool
     has_content: bool  # turns with calls also have content
     has_system: bool
 
@@ -97,8 +97,8 @@ def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[
     if form.supports_tools:
         cycle = _conversation(style)
         # Turns sampled after such a prompt have no reasoning, so the check must not have any either.
-        if trial.closes_thought(cycle):
-            cycle = _without_thoughts(cycle)
+        if trial.closes_reasoning(cycle):
+            cycle = _without_reasoning(cycle)
         tool_turns = trial.tool_turns(cycle)
         if tool_turns is not None:
             # Some templates number tool results across the conversation: try again with the earlier calls rendered.
@@ -156,7 +156,7 @@ class _Trial:
             if self.objection(variant) or self._subject.text(variant, ()) != plain
         )
 
-    def closes_thought(self, messages: Sequence[Message]) -> bool:
+    def closes_reasoning(self, messages: Sequence[Message]) -> bool:
         """Return True if the generation prompt ends with empty reasoning, so that turns have no reasoning."""
         prompt = self._subject.text(messages[: _turns(messages)[0]], TOOLS)
         return any(match.end() == len(prompt) for match in _EMPTY_THOUGHT.finditer(prompt))
@@ -173,8 +173,8 @@ class _Trial:
             if (problem := self._ending_problem(complete, bridge, appended)) is not None:
                 return problem
             if not complete.startswith(prompt):
-                plain = _without_thoughts(messages[:following])
-                earlier, later = (self._thoughtless(plain[:end], TOOLS) for end in (turn, following))
+                plain = _without_reasoning(messages[:following])
+                earlier, later = (self._without_any_reasoning(plain[:end], TOOLS) for end in (turn, following))
                 if not later.startswith(earlier):
                     return f"earlier text changes {show_difference(prompt, complete)}"
                 self.strips_in_cycle = self.strips_thinking = True
@@ -186,7 +186,7 @@ class _Trial:
 
     def _content_problem(self, messages: Sequence[Message], turn: int) -> str | None:
         """Check that the content of a turn with calls is either shown or omitted without other effects."""
-        plain = _without_thoughts(messages)
+        plain = _without_reasoning(messages)
         complete = self._subject.text(plain, TOOLS)
         if plain[turn].content in complete:
             return None
@@ -226,8 +226,8 @@ class _Trial:
 
     def _earlier_problem(self, messages: Sequence[Message], turn: int, tools: Sequence[JSON]) -> str | None:
         """Check that only reasoning changed before the last turn: a bridge keeps reasoning."""
-        plain = _without_thoughts(messages)
-        prompt, complete = (self._thoughtless(part, tools) for part in (plain[:turn], plain))
+        plain = _without_reasoning(messages)
+        prompt, complete = (self._without_any_reasoning(part, tools) for part in (plain[:turn], plain))
         observed = prompt[: prompt.rfind(plain[turn - 1].content) + len(plain[turn - 1].content)]
         if not complete.startswith(observed):
             return f"earlier text changes {show_difference(observed, complete)}"
@@ -237,7 +237,7 @@ class _Trial:
             return self._content_problem(messages, turn)
         return None
 
-    def _thoughtless(self, messages: Sequence[Message], tools: Sequence[JSON]) -> str:
+    def _without_any_reasoning(self, messages: Sequence[Message], tools: Sequence[JSON]) -> str:
         """Return the prompt without empty reasoning, and without an opening delimiter at its end."""
         return _OPEN_THOUGHT.sub("", _EMPTY_THOUGHT.sub("", self._subject.text(messages, tools)))
 
@@ -260,11 +260,11 @@ def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[Temp
     for shows_calls, max_calls, takes_text in itertools.product((True, False), (2, 1), (False, True)):
         form = TemplateForm(None, takes_text, max_calls, takes_parts, shows_calls=shows_calls)
         subject = make(form)
-        for (has_thoughts, has_content), has_system in itertools.product(thoughts, (True, False)):
-            style = _Style(max_calls, has_thoughts, has_content, has_system)
+        for (has_reasoning, has_content), has_system in itertools.product(thoughts, (True, False)):
+            style = _Style(max_calls, has_reasoning, has_content, has_system)
             try:
                 if _shows_tools(subject, _conversation(style), shows_calls=shows_calls):
-                    return _with_thoughts(form, make, _conversation(style), TOOLS), style
+                    return _with_reasoning(form, make, _conversation(style), TOOLS), style
                 objections.insert(0, "it does not show tool definitions, calls or tool results")
             except TemplateError as error:
                 objections.append(error.message)
@@ -272,7 +272,7 @@ def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[Temp
         TemplateForm(objections[0], max_calls=0, takes_parts=takes_parts),
         _Style(0, True, True, has_system=False),
     )
-    return _with_thoughts(form, make, _conversation(style), ()), style
+    return _with_reasoning(form, make, _conversation(style), ()), style
 
 
 def _takes_parts(make: Callable[[TemplateForm], RenderedConversation]) -> bool:
@@ -287,16 +287,16 @@ def _takes_parts(make: Callable[[TemplateForm], RenderedConversation]) -> bool:
     return False
 
 
-def _with_thoughts(
+def _with_reasoning(
     form: TemplateForm,
     make: Callable[[TemplateForm], RenderedConversation],
     messages: Sequence[Message],
     tools: Sequence[JSON],
 ) -> TemplateForm:
-    """Return the form whose `ThoughtForm` shows reasoning; `form` unchanged if none does."""
+    """Return the form whose `ReasoningForm` shows reasoning; `form` unchanged if none does."""
     thoughts = [message.reasoning for message in messages if message.reasoning]
-    for thought_form in ThoughtForm:
-        candidate = replace(form, thoughts=thought_form)
+    for reasoning_form in ReasoningForm:
+        candidate = replace(form, reasoning=reasoning_form)
         try:
             text = make(candidate).text(messages, tools, adds_generation_prompt=False)
         except TemplateError:
@@ -336,7 +336,7 @@ def _conversation(style: _Style) -> list[Message]:
     thought = iter(["A bird or a piece?", "I know one of them.", "So I can answer."])
     if not style.num_calls:
         messages += [
-            Message("assistant", "It is a piece.", reasoning=next(thought) if style.has_thoughts else ""),
+            Message("assistant", "It is a piece.", reasoning=next(thought) if style.has_reasoning else ""),
             Message("user", "Is it not a bird?"),
         ]
     for turn, count in enumerate((1, style.num_calls) if style.num_calls else ()):
@@ -345,10 +345,10 @@ def _conversation(style: _Style) -> list[Message]:
             for i in range(count)
         ]
         content = f"I look it up {turn}." if style.has_content else ""
-        reasoning = next(thought) if style.has_thoughts else ""
+        reasoning = next(thought) if style.has_reasoning else ""
         messages.append(Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning))
         messages += [Message("tool", f"It is {call.id}.", tool_call_id=call.id, name=TOOL_NAME) for call in calls]
-    messages.append(Message("assistant", "A bird.", reasoning=next(thought) if style.has_thoughts else ""))
+    messages.append(Message("assistant", "A bird.", reasoning=next(thought) if style.has_reasoning else ""))
     return messages
 
 
@@ -360,5 +360,5 @@ def _num_calls(messages: Sequence[Message]) -> int:
     return sum(len(message.tool_calls) for message in messages)
 
 
-def _without_thoughts(messages: Sequence[Message]) -> list[Message]:
+def _without_reasoning(messages: Sequence[Message]) -> list[Message]:
     return [replace(message, reasoning="") for message in messages]

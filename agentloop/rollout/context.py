@@ -32,7 +32,7 @@ from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.images import ImageSpan
-from agentloop.parsers.grammar import behind_thought
+from agentloop.parsers.grammar import after_reasoning
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.renderer import off_loop
 from agentloop.rollout.budget import Budget, LimitReached, StalenessGuard
@@ -513,7 +513,7 @@ class LoopContext:
         )
         # The prompt opens a reasoning block: the constraint applies to the text after the reasoning.
         if sampling.constraint is not None and self._reader.is_thinking(self._path.context_ids):
-            constraint = behind_thought(sampling.constraint, self._reader.marks.thoughts)
+            constraint = after_reasoning(sampling.constraint, self._reader.delimiters.reasoning)
             sampling = replace(sampling, constraint=constraint)
         keeps_kv = self._kv_policy is KVPolicy.KEEP
         bind_contextvars(turn=turn_index)
@@ -533,7 +533,7 @@ class LoopContext:
                 adapter=self._engine.adapter,
                 num_known_tokens=self._path.num_known_tokens,
             ),
-            Reading(self._definitions, turn_index, reads_calls=bool(self._definitions), reads_thoughts=True),
+            Reading(self._definitions, turn_index, reads_calls=bool(self._definitions), reads_reasoning=True),
             stop=task.stop,
             deadline=self.deadline,
             stopwatch=self.stopwatch,

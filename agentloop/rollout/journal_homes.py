@@ -110,9 +110,8 @@ class JournalFolder(_Thread):
         return over
 
     def _append(self, part: JournalPart) -> None:
-        is_new = (
-            part.number == 0
-        )  # only part 0 may create the file: a later missing file was removed with its sample
+        # Only part 0 may create the file: a later missing file was removed with its sample.
+        is_new = part.number == 0
         try:
             fd = open_log(self._folder / part.run, is_new=is_new)
         except FileNotFoundError:

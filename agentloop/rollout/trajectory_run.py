@@ -87,7 +87,7 @@ class WorkerConfig:
     poll_gap_s: float = 0.02  # between two polls: capacity that is freed in this time is requested together
     turn_timeout_s: float = 300.0  # for one engine request, not counting pauses of the engine
     turn_attempts: int = 4  # consecutive failures of one generation on replicas that accepted it
-    max_standstill_s: float = 4 * 3600.0  # unavailable time per trajectory; then it ends as ENGINE_FAILED
+    max_unavailable_s: float = 4 * 3600.0  # unavailable time per trajectory; then it ends as ENGINE_FAILED
     grace_s: float = 5.0  # for a cancelled loop to end
     hand_in_timeout_s: float = 600.0  # for retries to submit a record while the coordinator is unavailable
     max_record_bytes: int = MAX_RECORD_BYTES  # a larger record is replaced by a failure record
@@ -431,7 +431,7 @@ class TrajectoryRun:
             tool_s=ctx.tool_s if ctx else 0.0,
             reward_s=self._reward_s,
             total_s=time.perf_counter() - self._started + (ctx.spent_before_s if ctx else 0.0),
-            standstill_s=ctx.deadline.standstill_s if ctx else 0.0,
+            unavailable_s=ctx.deadline.unavailable_s if ctx else 0.0,
             engine_s=ctx.engine_s if ctx else 0.0,
         )
         return replace(record, timings=timings, times=times)
@@ -594,7 +594,7 @@ class TrajectoryRun:
             # A resumed trajectory has only the rest of its deadline.
             left_s = None if kept is None else kept.left_s
             timeout_s = self._task.limits.timeout_s if left_s is None else left_s
-            async with Deadline.moving(timeout_s, self._parts.config.max_standstill_s) as ctx.deadline:
+            async with Deadline.moving(timeout_s, self._parts.config.max_unavailable_s) as ctx.deadline:
                 if kept is not None and isinstance(self._loop, ResumableLoop):
                     ctx.resume(kept, self._assignment.num_sampled_before)
                     await self._loop.resume(self._task, ctx)

@@ -123,16 +123,16 @@ def write_failure(session_id: str, error: Exception) -> ServiceUnavailable:
     return ServiceUnavailable(f"the session's journal failed: {error}")
 
 
-_RECORD_BYTES = 215  # with its entry in a dict
+_RECORD_BYTES = 215  # including its entry in a dict
 
 
 class LiveCall:
-    """A call that runs: the number of its clients, its pieces so far, and its outcome."""
+    """A running call: the number of its clients, its pieces so far, and its outcome."""
 
     def __init__(
         self, call_id: str, chat_call: ChatCall, key: CallKey, *, created_at: int, is_streamed: bool
     ) -> None:
-        """Inside a running loop: the call's deadline begins now."""
+        """Create the call inside a running loop. Its deadline starts now."""
         loop = asyncio.get_running_loop()
         self.call_id = call_id
         self.chat_call = chat_call
@@ -141,8 +141,8 @@ class LiveCall:
         self.is_streamed = is_streamed
         self.deadline = Deadline(loop.time() + chat_call.timeout_s)
         self.is_begun = False  # in the journal
-        self.is_past_giving_up = False  # sampled: it is committed, whatever its clients do
-        self.num_new_tokens = 0  # of its prompt, stored once it is committed
+        self.is_past_giving_up = False  # it is sampled, and is committed even if all clients leave
+        self.num_new_tokens = 0  # new tokens of the prompt, stored when the call is committed
         self.generate_s = 0.0
         self.result: ChatResult | None = None
         self.failure: BaseException | None = None  # why it will fail, as soon as that is known
@@ -155,11 +155,11 @@ class LiveCall:
         self._scope: asyncio.Timeout | None = None
 
     def turn_id(self, choice_index: int) -> str:
-        """Return the id of the turn that a choice becomes."""
+        """Return the id of a choice's turn."""
         return f"{self.call_id}.{choice_index}"
 
     def join(self) -> None:
-        """Count one more client that waits."""
+        """Add a waiting client."""
         self._num_waiting += 1
 
     @property
@@ -167,13 +167,13 @@ class LiveCall:
         return self._num_waiting > 0
 
     def leave(self) -> None:
-        """Count one client less. The call is given up with the last."""
+        """Remove a waiting client. The call is given up when the last client leaves."""
         self._num_waiting -= 1
         if self._num_waiting == 0:
             self.give_up(AgentLoopError("its client left before the answer"))
 
     def give_up(self, error: AgentLoopError) -> None:
-        """End the call with `error`, unless it is past giving up. Idempotent."""
+        """End the call with `error` unless it is already sampled. Idempotent."""
         if self.failure is not None or self.is_past_giving_up or self._outcome.done():
             return
         self.failure = error
@@ -182,7 +182,7 @@ class LiveCall:
 
     @asynccontextmanager
     async def interruptible(self) -> AsyncIterator[None]:
-        """Run a block that the deadline ends with DeadlineExceeded, or `give_up` with its error."""
+        """Run a block that ends with DeadlineExceeded at the deadline, or with the error of `give_up`."""
         if self.failure is not None:
             raise self.failure
         scope = asyncio.timeout_at(self.deadline.at)
@@ -199,10 +199,10 @@ class LiveCall:
             late = DeadlineExceeded(f"no answer within {self.chat_call.timeout_s:g} s")
             raise (self.failure if self.failure is not None else late) from error
         if self.failure is not None:
-            raise self.failure  # given up in the moment it was done
+            raise self.failure  # `give_up` was called as the block ended
 
     def add_piece(self, piece: TurnPiece) -> None:
-        """Give a piece to the clients that stream."""
+        """Add a piece for the streaming clients. A choice's last piece is held until `succeed`."""
         if piece.finish is not None:
             self._held.append(piece)
             return
@@ -216,15 +216,18 @@ class LiveCall:
 
     def fail(self, error: BaseException) -> None:
         self._outcome.set_exception(error)
-        self._outcome.exception()  # seen: all that waited may have left
+        self._outcome.exception()  # marks it as retrieved: all waiting clients may have left
         self._wake()
 
     async def answer(self) -> ChatResult:
-        """Await the outcome. A cancelled caller does not touch the call."""
+        """Return the result when the call ends. Cancelling the caller does not affect the call."""
         return await asyncio.shield(self._outcome)
 
     async def read(self) -> AsyncGenerator[TurnPiece | ChatResult, None]:
-        """Yield all pieces from the first on, then the result. An unstreamed answer has one piece a choice."""
+        """Yield all pieces from the first, then the result.
+
+        An answer without streaming has one piece per choice.
+        """
         news = asyncio.Event()
         self._readers.add(news)
         position = 0
@@ -252,10 +255,10 @@ class LiveCall:
 
 
 class CallTable:
-    """The calls of a session: those that run, and the records of all, in the order in which they began."""
+    """The running calls of a session, and the records of all calls in the order of their starts."""
 
     def __init__(self, records: Iterable[CallRecord] = ()) -> None:
-        """`records` of an earlier process, in the journal's order. Those it left open are lost."""
+        """`records` are an earlier process's, in the journal's order. Its open calls count as failed."""
         self.live: dict[str, LiveCall] = {}
         self._records: dict[str, CallRecord] = {}
         self._retry_counts: dict[str, int] = {}  # the latest retry that a call answers; 0 for other calls
@@ -269,17 +272,17 @@ class CallTable:
 
     @property
     def num_calls(self) -> int:
-        """All calls so far, and those that are about to begin."""
+        """The number of calls, including calls that are not in the journal yet."""
         return len(self._records) + sum(not live.is_begun for live in self.live.values())
 
     @property
     def num_bytes(self) -> int:
-        """An estimate of the memory it takes up."""
+        """An estimate of the memory use in bytes."""
         return _RECORD_BYTES * (len(self._records) + len(self.live))
 
     @property
     def records(self) -> tuple[CallRecord, ...]:
-        """Calls that were begun, in that order."""
+        """Calls in the journal, in the order of their starts."""
         return tuple(self._records.values())
 
     def continued_by(self, key: CallKey) -> LiveCall | CallRecord | None:
@@ -330,13 +333,13 @@ class CallTable:
             self._retry_counts[call_id] = key.retry_count
 
     def leave(self, live: LiveCall, *, is_answered: bool) -> None:
-        """Count one client less, which has its answer or left before it."""
+        """Record that a client left, with its answer or before it."""
         live.leave()
         if not (is_answered or live.has_clients):
             self._lost.add(live.call_id)
 
     def unhealed_failures(self) -> list[CallRecord]:
-        """Return the failed calls that no later call with the same digest has healed."""
+        """Return the failed calls that no later call with the same digest fixed."""
         found = []
         healed: set[bytes] = set()
         for record in reversed(self._records.values()):
@@ -348,12 +351,12 @@ class CallTable:
 
     @property
     def num_healed(self) -> int:
-        """Failed calls that a later call has healed."""
+        """The number of failed calls that a later call with the same digest fixed."""
         num_failed = sum(record.state is ModelCallState.FAILED for record in self._records.values())
         return num_failed - len(self.unhealed_failures())
 
     def note(self, record: CallRecord) -> None:
-        """Keep the present record of a call that has begun."""
+        """Replace the record of a call in the journal."""
         self._records[record.call_id] = record
 
 
@@ -365,12 +368,12 @@ def _can_answer(call: LiveCall | CallRecord) -> bool:
 
 
 def record_of(live: LiveCall, state: ModelCallState, *, error: str = "") -> CallRecord:
-    """Return the call as the journal keeps it."""
+    """Return the journal record of a call."""
     return CallRecord(live.call_id, live.digest, live.created_at, state, error, live.generate_s)
 
 
 def whole_pieces(choices: Iterable[Node]) -> list[TurnPiece]:
-    """Return an answer as the pieces of a stream: one for each choice."""
+    """Return an answer as the pieces of a stream, one per choice."""
     return [_whole_piece(node) for node in choices]
 
 

@@ -32,7 +32,7 @@ from agentloop.images import Image, ImageSpan, shifted_images
 from agentloop.observability.metrics import MetricsTally
 from agentloop.observability.trace_context import EngineTraces
 from agentloop.parsers.base import Parser
-from agentloop.parsers.grammar import behind_thought
+from agentloop.parsers.grammar import after_reasoning
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import off_loop
 from agentloop.trajectory.node import Node, Split
@@ -138,7 +138,7 @@ async def prepare_call(
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
     # If the prompt opens reasoning, the policy must be able to finish it before the constrained answer.
     if sampling.constraint is not None and chat_call.prompt_ids is None and parts.reader.is_thinking(prompt.ids):
-        constraint = behind_thought(sampling.constraint, parts.parser.marks.thoughts)
+        constraint = after_reasoning(sampling.constraint, parts.parser.delimiters.reasoning)
         sampling = replace(sampling, constraint=constraint)
     # The prompt's ids need no check: they were rendered, stored, or checked above.
     supported = SAMPLING | {Feature.PRIORITY, Feature.SCORES}  # placement selects an engine with these features
@@ -343,9 +343,9 @@ def with_client_param(error: BaseException, chat_call: ChatCall) -> BaseExceptio
 def _bias_without_calls(chat_call: ChatCall, parts: SessionParts) -> tuple[tuple[int, float], ...]:
     """Return the call's logit bias, extended by a ban of the token that opens a tool call, if there is one."""
     bias = chat_call.sampling.logit_bias
-    if not chat_call.tools or not parts.parser.marks.openings:
+    if not chat_call.tools or not parts.parser.delimiters.openings:
         return bias
-    opening = parts.renderer.ids(parts.parser.marks.openings[0])
+    opening = parts.renderer.ids(parts.parser.delimiters.openings[0])
     if len(opening) != 1:
         return bias
     return (*((token_id, value) for token_id, value in bias if token_id != opening[0]), (opening[0], _BAN))

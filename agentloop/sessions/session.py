@@ -573,7 +573,7 @@ class Session:
                 chat_call.tools,
                 number + choice_index,
                 reads_calls=prepared.reads_calls,
-                reads_thoughts=chat_call.prompt_ids is None and not chat_call.continues,
+                reads_reasoning=chat_call.prompt_ids is None and not chat_call.continues,
                 shows_unread_calls=not self._record.gives_unread_calls,
             ),
             stop=chat_call.stop,

@@ -22,11 +22,11 @@ from agentloop.engine.interface import (
     CommitReport,
     Delta,
     EngineInfo,
-    HeldIn,
     MemoryTag,
     OnProgress,
     PushSource,
     StageReport,
+    StagingDevice,
     TrainerOrder,
     TransferPart,
     WeightUpdate,
@@ -279,8 +279,8 @@ class SimulatedEngine:
     async def _run_canary(self, version: int) -> None:
         """Run the canary check, whose result is determined by the injected faults. Raises WeightsRefused."""
         try:
-            if self.faults.look_delay_s:
-                await self._clock.sleep(self.faults.look_delay_s)
+            if self.faults.canary_delay_s:
+                await self._clock.sleep(self.faults.canary_delay_s)
             if version in self.faults.noise_versions:
                 raise WeightsRefused(f"injected fault: the weights of version {version} are broken")
             self._lifecycle.require_alive()
@@ -343,7 +343,7 @@ class SimulatedEngine:
                 "this engine does not serve adapters by name: set max_loras when it starts", param="name"
             )
         if (served := self._adapters.serving(adapter)) is not None:
-            return StageReport(HeldIn.DEVICE, "adapter", digest=served.digest)
+            return StageReport(StagingDevice.DEVICE, "adapter", digest=served.digest)
         if self.faults.num_failed_stages:
             self.faults.num_failed_stages -= 1
             raise CheckpointUnreadable("injected fault: the adapter does not match the model", param="directory")
@@ -351,7 +351,7 @@ class SimulatedEngine:
         check_digest(adapter.digest, contents.digest, adapter.directory)
         self._adapters.take_unused()
         self._adapters.serve(self._adapters.new(replace(adapter, digest=contents.digest)))
-        return StageReport(HeldIn.FILES, "adapter", contents.num_bytes, digest=contents.digest)
+        return StageReport(StagingDevice.FILES, "adapter", contents.num_bytes, digest=contents.digest)
 
     async def unload_adapter(self, name: str) -> None:
         self._lifecycle.require_alive()

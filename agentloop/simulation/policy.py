@@ -260,7 +260,7 @@ class Faults:
     num_failed_commits: int = 0  # number of commits that raise WeightUpdateFailed
     commit_delay_s: float = 0.0  # additional duration of every commit
     noise_versions: frozenset[int] = frozenset()  # versions that fail the canary check
-    look_delay_s: float = 0.0  # duration of every canary check
+    canary_delay_s: float = 0.0  # duration of every canary check
 
 
 def malformed(generation: Generation, how: Malformation, vocab_size: int) -> Generation:

@@ -13,9 +13,9 @@ from typing import Protocol, TypeAlias
 from agentloop.concurrency.clock import Clock
 from agentloop.engine.interface import (
     CommitReport,
-    HeldIn,
     PushSource,
     StageReport,
+    StagingDevice,
     TrainerFollower,
     TrainerOrder,
     WeightUpdate,
@@ -39,7 +39,7 @@ class WeightSource(TrainerFollower, Protocol):
     """Receives pushed weights for one simulated engine, and sends the engine's weights to peers."""
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        """Receive the weights; with HeldIn.NOWHERE, `transfer` receives them. Raises CheckpointUnreadable."""
+        """Receive the weights; with NOWHERE, `transfer` receives them. Raises CheckpointUnreadable."""
 
     async def transfer(self, update: WeightUpdate) -> float:
         """Receive the weights of a blocking update. Returns the milliseconds; any error fails the commit."""
@@ -118,7 +118,7 @@ class SimulatedWeights:
         if self._faults.num_failed_commits:
             self._faults.num_failed_commits -= 1
             raise WeightUpdateFailed(f"injected fault: version {update.version} could not be loaded")
-        transfer_ms = await self._transfer(update) if staged.held_in is HeldIn.NOWHERE else 0.0
+        transfer_ms = await self._transfer(update) if staged.staging_device is StagingDevice.NOWHERE else 0.0
         self.digest = staged.digest
         return CommitReport(self._faults.commit_delay_s * 1000.0, num_verified=1, transfer_ms=transfer_ms)
 
@@ -134,7 +134,7 @@ class SimulatedWeights:
         contents = await self.contents(directory, is_known_enough=update.is_probe)
         check_digest(update.digest, contents.digest, directory)
         transport = "directory" if update.adapter is None else "adapter"
-        return StageReport(HeldIn.FILES, transport, contents.num_bytes, digest=contents.digest)
+        return StageReport(StagingDevice.FILES, transport, contents.num_bytes, digest=contents.digest)
 
     async def contents(self, directory: str, *, is_known_enough: bool = False) -> FolderContents:
         """Read a folder. With `is_known_enough`, use the cached contents if the files are unchanged."""

@@ -89,8 +89,8 @@ class Trainer:
         self.device = device
         self.rng = np.random.default_rng(SEED)
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        self.marks = [tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END)]
-        self.marks += tokenizer.encode("assistant").ids
+        self.delimiters = [tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END)]
+        self.delimiters += tokenizer.encode("assistant").ids
         data = np.load(data_file)
         self.train = [self._to_device(rows) for _, rows in rows_by_width(data["ids"], data["lengths"])]
         held_out = rows_by_width(data["val_ids"], data["val_lengths"])
@@ -104,7 +104,7 @@ class Trainer:
     def _to_device(self, rows: Array) -> tuple[Any, Any]:
         import torch
 
-        mask = sampled_mask(rows, *self.marks)
+        mask = sampled_mask(rows, *self.delimiters)
         return torch.from_numpy(rows).to(self.device), torch.from_numpy(mask).to(self.device)
 
     def log_probs(self, backbone: Any, rows: Any, mask: Any) -> tuple[Any, Any]:

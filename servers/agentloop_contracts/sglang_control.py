@@ -2,7 +2,7 @@
 
 Paths, bodies and responses are those of SGLang 0.5 (`entrypoints/http_server.py`). Each route applies the
 corresponding admin route to the complete fleet and requires the admin key. A failure returns `success: false` in
-addition to its error. `docs/guides/contracts.md` lists the differences.
+addition to its error. `docs/guides/sglang-dialect.md` lists the differences.
 """
 
 from __future__ import annotations

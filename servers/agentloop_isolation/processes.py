@@ -80,7 +80,7 @@ class IsolationConfig:
     start_timeout_s: float = 120.0
     max_starts: int = 4  # concurrent starts: each uses a core for more than a second
     max_idle: int = 32  # idle processes kept for later trajectories
-    look_s: float = 1.0  # interval between two checks of a process' deadlines
+    check_interval_s: float = 1.0  # interval between two checks of a process' deadlines
     cancel_grace_s: float = 15.0  # time from a cancellation until the process is killed
     # Time for loading and closing; a silent process is killed after this and its deadlines.
     allowance_s: float = 240.0
@@ -358,7 +358,9 @@ class ProcessRun:
         reading = asyncio.create_task(next_frame(child.reader), name="frame")
         try:
             while not reading.done():
-                await asyncio.wait({reading}, timeout=config.look_s if self._cancelled_at is None else 0.25)
+                await asyncio.wait(
+                    {reading}, timeout=config.check_interval_s if self._cancelled_at is None else 0.25
+                )
                 if reading.done():
                     break
                 if self._cancelled_at is not None and loop.time() > self._cancelled_at + config.cancel_grace_s:

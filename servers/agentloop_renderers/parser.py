@@ -12,7 +12,7 @@ from pathlib import Path
 from renderers import ParsedToolCall, ToolCallParseStatus
 
 from agentloop.errors import TemplateError, UnsupportedParameter
-from agentloop.parsers.base import MAX_CALLS, DecodedText, MalformedCall, Marks, ParsedTurn, Tools, TurnBuilder
+from agentloop.parsers.base import MAX_CALLS, DecodedText, Delimiters, MalformedCall, ParsedTurn, Tools, TurnBuilder
 from agentloop.parsers.grammar import loads
 from agentloop.rendering.port import NO_KWARGS
 from agentloop.rendering.renderer import RenderSettings, model_text
@@ -25,25 +25,27 @@ _READ = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})  #
 class LibraryParser:
     """The parser of one model family of the library, with the tokenizer of a model folder."""
 
-    marks = Marks(openings=("",))  # any text may be part of a call until the library has parsed the complete turn
+    delimiters = Delimiters(
+        openings=("",)
+    )  # any text may be part of a call until the library has parsed the complete turn
 
     def __init__(self, folder: Path, family: str) -> None:
         """`family` is the library's name, or `auto`. Raises InvalidRequest and TemplateError."""
         self._text = model_text(folder)
         self._library = Library(*family_of(family, folder), self._text, RenderSettings())
         # The text has no reasoning, but some of these parsers expect it at the start: prepend an empty one.
-        has_marks = all(self._text.tokens.id_of(mark) is not None for mark in (THINK_OPEN, THINK_CLOSE))
-        self._no_thought = THINK_OPEN + THINK_CLOSE if has_marks else ""
+        has_delimiters = all(self._text.tokens.id_of(mark) is not None for mark in (THINK_OPEN, THINK_CLOSE))
+        self._no_reasoning = THINK_OPEN + THINK_CLOSE if has_delimiters else ""
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
         """Implement `Parser.parse`. If the library fails, the text is returned as content."""
-        ids = self._text.ids(self._no_thought + decoded.text)
+        ids = self._text.ids(self._no_reasoning + decoded.text)
         reader = self._library.under(NO_KWARGS)
         try:
             parsed = self._library.run(lambda: reader.parse_response(ids, tools=list(tools) or None))
         except TemplateError:
             return ParsedTurn(decoded.text.strip(), ())
-        num_before = len(self._no_thought)
+        num_before = len(self._no_reasoning)
         ends = [max(end - num_before, 0) for end in self._text.decode_with_offsets(ids).ends]
         builder = TurnBuilder(decoded, turn_index)
         builder.add_content(parsed.content)

@@ -30,6 +30,7 @@ from agentloop_servers.cluster.nodes import (
     run_trust,
     where_the_run_is,
 )
+from agentloop_servers.config.models import with_model_folders
 from agentloop_servers.config.service import (
     ServiceConfig,
     keep_config,
@@ -71,6 +72,7 @@ def build(args: dict[str, Any]) -> serve.Application:
             " needs a port number",
             param="port",
         )
+    config = with_model_folders(config, lambda line: _log.info("model", progress=line))
     run_dir = Path(config.run_dir) if config.run_dir else run_dir_in(Path("runs"))
     return application(config, run_dir)
 

@@ -7,7 +7,7 @@
         llm_request        created by the engine if its traces are enabled, not here
         execute_tool TOOL
     weight_update
-      stage, stall, look   per replica; turns interrupted by the update link to it
+      stage, stall, canary   per replica; turns interrupted by the update link to it
 
 Names follow the GenAI semantic conventions in the version of `SCHEMA`; they are not stable, so all of them are in
 this module. Our own names begin with `agentloop.`. Ids are derived from the run and the trajectory, so a repeated
@@ -143,7 +143,7 @@ class SpanMaker:
             "agentloop.cached_tokens": turn.cached_tokens,
             "agentloop.weight_versions": chat.versions,
             "agentloop.queue_s": times.queue_us / 1e6,
-            "agentloop.standstill_s": times.standstill_us / 1e6,
+            "agentloop.unavailable_s": times.unavailable_us / 1e6,
             "agentloop.split_reason": chat.split_reason,
         }
         span = trace.add(
@@ -169,8 +169,8 @@ class SpanMaker:
         trace = _TraceMaker(self._resource, ids, f"weights/{report.version}", report.began_at)
         for replica in report.replicas[: MAX_SPANS // 3 - 1]:
             paused_at_ms, resumed_at_ms = replica.paused_at_ms, replica.paused_at_ms + replica.stall_ms
-            begins = {"stage": 0.0, "stall": paused_at_ms, "look": resumed_at_ms}
-            durations = replica.stage_ms, replica.stall_ms, replica.look_ms
+            begins = {"stage": 0.0, "stall": paused_at_ms, "canary": resumed_at_ms}
+            durations = replica.stage_ms, replica.stall_ms, replica.canary_ms
             for (step, begun_ms), ms in zip(begins.items(), durations, strict=True):
                 error = replica.error and "update_failed"
                 about: About = {"agentloop.replica": replica.replica_id, "error.type": error}

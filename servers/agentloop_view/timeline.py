@@ -74,7 +74,7 @@ class Tracks:
         for number, turn in enumerate(turns, 1):
             if turn.times is not None:
                 about = {"turn": turn.turn_id, "replica": turn.replica_id, "tokens": turn.end - turn.start}
-                about["standstill_us"] = turn.times.standstill_us
+                about["unavailable_us"] = turn.times.unavailable_us
                 span = began_us + turn.times.begun_us, began_us + turn.times.ended_us
                 inner.append((*span, f"turn {number}", about))
                 yield from self._overlapping(name, self._place(_REPLICAS, turn.replica_id), *span, {})
@@ -97,11 +97,11 @@ class Tracks:
         began_us = report.began_at * 1e6
         for index, replica in enumerate(report.replicas):
             place, stall_us = self._place(_UPDATES, replica.replica_id), began_us + replica.paused_at_ms * 1e3
-            look_us = stall_us + replica.stall_ms * 1e3
+            canary_us = stall_us + replica.stall_ms * 1e3
             steps = {
                 "stage": (began_us, began_us + replica.stage_ms * 1e3),
-                "stall": (stall_us, look_us),
-                "look": (look_us, look_us + replica.look_ms * 1e3),
+                "stall": (stall_us, canary_us),
+                "canary": (canary_us, canary_us + replica.canary_ms * 1e3),
             }
             about = {"version": report.version, "transport": replica.transport, "error": replica.error}
             for step, span in steps.items():

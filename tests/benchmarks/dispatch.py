@@ -73,7 +73,7 @@ class _Simulation:
                 self._die(self.rng.choice(sorted(self.running)))
             elif kind == "lost":
                 self.queue.worker_lost(worker, self.now, float(name))
-                self._write_owed()
+                self._flush_pending()
                 self._ask_all()
             elif kind == "ask":
                 self._ask(worker)
@@ -119,7 +119,7 @@ class _Simulation:
         if not running and self.queue.num_queued:
             self._push(self.now + 1.0, "ask", worker)
 
-    def _write_owed(self) -> None:
+    def _flush_pending(self) -> None:
         for owed in self.queue.pending_records(self.now):
             assert owed.stop_reason is StopReason.LOOP_FAILED
             if owed.sample.assignment_id in self.poisons:

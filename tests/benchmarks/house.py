@@ -79,7 +79,9 @@ SERVICE = {
 PARTS_BUDGETS = {
     "agentloop_contracts": 1400,
     "agentloop_environments": 620,
+    "agentloop_eval": 420,
     "agentloop_isolation": 620,
+    "agentloop_models": 540,
     "agentloop_postgres": 400,
     "agentloop_renderers": 300,
     "agentloop_sglang": 1500,

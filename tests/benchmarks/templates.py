@@ -93,7 +93,7 @@ def judge(path: Path) -> Verdict:
             return Verdict(name, f"{type(error).__name__}: {error.message}")
     facts = chat.renderer.facts
     tools = "yes" if facts.supports_tools else "off" if "no parser reads" in str(facts.tools_objection) else "none"
-    marks = chat.parser.marks
+    marks = chat.parser.delimiters
     mark = next(iter((*marks.openings, *marks.leading)), "")
     return Verdict(name, fault, tools, chat.name, mark, facts.plain_turns is not None, facts.tools_objection or "")
 

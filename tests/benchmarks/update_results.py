@@ -22,7 +22,7 @@ class Updates:
     stall_p50_ms: float  # pause to resume
     stall_max_ms: float
     transport: str
-    held_in: str | None = None
+    staging_device: str | None = None
     num_bytes: int = 0
     transfer_ms: float = 0.0
     stage_ms: float = 0.0
@@ -154,7 +154,7 @@ def _stall_row(name: str, one: Updates) -> tuple[object, ...]:
     return (
         name, one.gaps.p50, one.gaps.maximum, one.ordinary_gap_ms, one.stall_p50_ms, one.stall_max_ms,
         one.transfer_ms, one.num_bytes / 1e9 or None, gbps, one.swap_ms or None, one.verify_ms or None,
-        one.num_verified or None, one.held_in, one.transport, one.num_updates,
+        one.num_verified or None, one.staging_device, one.transport, one.num_updates,
     )  # fmt: skip
 
 

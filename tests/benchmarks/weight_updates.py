@@ -117,7 +117,7 @@ def _parts(timed: Sequence[TimedUpdate], first_tokens: Sequence[float]) -> dict[
     for update, first_at in zip(timed, first_tokens, strict=True):
         calls, report = update.calls, update.report
         parts = {name: (ended_at - began_at) * 1e3 for name, (began_at, ended_at) in calls.items()}
-        parts |= {"copy, of it": report.swap_ms, "sums, of it": report.verify_ms, "look": report.look_ms}
+        parts |= {"copy, of it": report.swap_ms, "sums, of it": report.verify_ms, "canary check": report.canary_ms}
         parts["commit ended to first token"] = (first_at - calls["commit"][1]) * 1e3
         parts["pause began to first token"] = (first_at - calls["pause"][0]) * 1e3
         for name, part in parts.items():
@@ -136,7 +136,7 @@ def _summary(timed: Sequence[TimedUpdate], gaps: Sequence[float], ordinary_ms: f
         stall_p50_ms=statistics.median(stalls),
         stall_max_ms=max(stalls),
         transport=last.transport or "unknown",
-        held_in=str(last.held_in) if last.held_in is not None else None,
+        staging_device=str(last.staging_device) if last.staging_device is not None else None,
         num_bytes=last.num_bytes,
         transfer_ms=statistics.median(report.transfer_ms for report in reports),
         stage_ms=statistics.median(report.stage_ms for report in reports),

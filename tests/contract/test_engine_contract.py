@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.engine.interface import ALL_MEMORY, HeldIn, MemoryTag, Progress, PushSource
+from agentloop.engine.interface import ALL_MEMORY, MemoryTag, Progress, PushSource, StagingDevice
 from agentloop.engine.request_watch import StreamPace
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -184,20 +184,20 @@ async def test_reports_are_what_the_generation_begins_with(case: EngineCase) -> 
     assert tuple(told.top_logprobs) == generation.top_logprobs[:num_told]
     assert told.weight_versions == clip_spans(generation.weight_versions, 0, num_told)
     assert [span.version for span in generation.weight_versions] == [before, update.version]
-    assert generation.standstill_s > 0
+    assert generation.unavailable_s > 0
 
 
 async def test_frozen_time_is_no_time_of_a_request(case: EngineCase) -> None:
     request = replace(case.request(case.prompt(), 8), timeout_s=5.0)
-    standstills: list[float] = []
+    outages: list[float] = []
     await case.engine.pause(PauseMode.KEEP)
     generating = asyncio.create_task(
-        case.engine.generate(request, lambda progress: standstills.append(progress.standstill_s))
+        case.engine.generate(request, lambda progress: outages.append(progress.unavailable_s))
     )
-    await until(lambda: bool(standstills) and standstills[-1] > 0.5)
+    await until(lambda: bool(outages) and outages[-1] > 0.5)
     await case.engine.resume()
     generation = await asyncio.wait_for(generating, TIMEOUT_S)
-    assert generation.standstill_s >= standstills[-1]
+    assert generation.unavailable_s >= outages[-1]
     assert len(generation.token_ids) == 8
 
 
@@ -596,7 +596,7 @@ async def test_stage_and_commit_report_what_they_did(case: EngineCase) -> None:
     update = case.next_update()
     staged = await case.engine.stage(update)
     assert staged.transport == "directory"
-    assert staged.held_in is not HeldIn.NOWHERE
+    assert staged.staging_device is not StagingDevice.NOWHERE
     assert staged.num_bytes > 0
     await case.engine.pause(PauseMode.KEEP)
     committed = await case.engine.commit(update.version)

@@ -39,7 +39,7 @@ _TOOLBOX, _ENVIRONMENT = "agentloop/rollout/toolbox.py", "agentloop/rollout/envi
 _DIGEST, _LIFECYCLE = "agentloop/engine/weight_digest.py", "agentloop/engine/lifecycle.py"
 _SCHEMA, _MCP = "agentloop/parsers/json_schema.py", "tools/agentloop_tools/mcp.py"
 _PUT = 'self._store.put(index, sorted(folder.glob("*.safetensors")))'
-_ADVANCE = "self._store.advance(version)"
+_ADVANCE = "self._store.advance(version)  # last: readers see the version only after its files are complete"
 _SLEEP = "await self._sleep([one for one in others if one != name])"
 _WAKE = "if statuses[name].asleep:\n            await self._models[name].wake(ALL_MEMORY)"
 _STORE_TESTS = ("tests/storage",)
@@ -101,7 +101,7 @@ MUTATIONS = (
         "{rollout_id for _, rollout_id in rows}",
         _STORE_TESTS,
     ),
-    Mutation("damaged_file_served", _SQLITE, 'if found != "ok":', "if False:", _STORE_TESTS),
+    Mutation("damaged_file_served", _SQLITE, 'if result != "ok":', "if False:", _STORE_TESTS),
     Mutation("failed_batch_not_rolled_back", _SQLITE, "db.rollback()", "db.commit()", _STORE_TESTS),
     Mutation(
         "batch_fails_together",
@@ -221,7 +221,7 @@ MUTATIONS = (
     Mutation(
         "cancelled_groups_make_a_batch",
         _BATCHES,
-        "if made_for < first_kept:",
+        "if intended_batch < first_kept:",
         "if False:",
         ("tests/client/test_batches.py",),
     ),
@@ -318,14 +318,14 @@ MUTATIONS = (
     Mutation(
         "retry_of_committed_call_sampled_again",
         _SESSION,
-        "if isinstance(earlier, CallRecord) and earlier.state is ModelCallState.COMMITTED and not earlier.error:",
-        "if False:",
+        "if earlier is not None:\n            self._table",
+        "if False:\n            self._table",
         _SESSION_TESTS,
     ),
     Mutation(
         "retry_does_not_join",
         _SESSION,
-        "if isinstance(earlier, LiveCall) and earlier.failure is None:",
+        "if isinstance(earlier, LiveCall):",
         "if False:",
         _SESSION_TESTS,
     ),
@@ -401,8 +401,8 @@ MUTATIONS = (
     Mutation(
         "published_file_under_its_final_name",
         f"{_PUBLISHED}/store.py",
-        'Path(f"{place}.part")',
-        "Path(place)",
+        'Path(f"{path}.part")',
+        "Path(path)",
         _PUBLISHED_TESTS,
     ),
     Mutation(
@@ -443,14 +443,14 @@ MUTATIONS = (
     Mutation(
         "foreign_folder_replaced",
         f"{_PUBLISHED}/local_versions.py",
-        "if made.exists() and not _is_ours(made):",
+        "if target.exists() and not _is_ours(target):",
         "if False:",
         _PUBLISHED_TESTS,
     ),
     Mutation(
         "published_layout_not_compared",
         f"{_PUBLISHED}/publisher.py",
-        "_check_layout(entries, held, latest)",
+        "_check_layout(entries, base_tensors, latest)",
         "pass",
         _PUBLISHED_TESTS,
     ),
@@ -485,8 +485,8 @@ MUTATIONS = (
     Mutation(
         "shorter_journal_continued",
         _JOURNAL,
-        "(one.num_sampled, one.attempt)",
-        "(-one.num_sampled, one.attempt)",
+        "(kept.num_sampled, kept.attempt)",
+        "(-kept.num_sampled, kept.attempt)",
         _JOURNAL_TESTS,
     ),
     Mutation(
@@ -506,19 +506,21 @@ MUTATIONS = (
         "pass",
         _JOURNAL_TESTS,
     ),
-    Mutation("answers_of_earlier_turns_used", _JOURNAL, "if one.turn_id == last_turn for", "for", _JOURNAL_TESTS),
+    Mutation(
+        "answers_of_earlier_turns_used", _JOURNAL, "if answer.turn_id == last_turn for", "for", _JOURNAL_TESTS
+    ),
     Mutation("removed_journal_written_again", _HOMES, "is_new = part.number == 0", "is_new = True", _JOURNAL_TESTS),
     Mutation(
         "sweep_removes_unfinished",
         _HOMES,
-        "for name in set(some) - owed for path",
-        "for name in set(some) for path",
+        "for name in set(chunk) - pending for path",
+        "for name in set(chunk) for path",
         _JOURNAL_TESTS,
     ),
     Mutation(
         "large_parts_in_one_call",
         _HOMES,
-        "if some and num_bytes > MAX_CALL_PARTS_BYTES:",
+        "if chunk and num_bytes > MAX_CALL_PARTS_BYTES:",
         "if False:",
         _STORED_JOURNAL_TESTS,
     ),
@@ -543,7 +545,7 @@ MUTATIONS = (
     Mutation(
         "rewritten_folder_not_read_again",
         _DIGEST,
-        "and known.stamps == folder_stamps(directory)",
+        "and cached.stamps == folder_stamps(directory)",
         "",
         _DIGEST_TESTS,
     ),
@@ -606,7 +608,7 @@ MUTATIONS = (
     Mutation(
         "snapshot_of_another_version_restored",
         _ENVIRONMENT,
-        'if sent["version"] != self._version():',
+        'if saved["version"] != self._version():',
         "if False:",
         _ENVIRONMENT_TESTS,
     ),
@@ -673,7 +675,7 @@ MUTATIONS = (
     Mutation(
         "ended_engine_blocks_a_sleep",
         "agentloop/simulation/engine.py",
-        "        except EngineLost:  # it has ended, and holds no memory\n            return\n",
+        "        except EngineLost:  # an ended engine holds no memory\n            return\n",
         "        except EngineLost:\n            raise\n",
         ("tests/simulation/test_simulated_engine.py",),
     ),

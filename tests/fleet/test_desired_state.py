@@ -30,23 +30,23 @@ async def test_a_value_is_owed_until_no_other_can_come_after_it():
     store = SlowStore()
     saved = SavedValue("served", store.save)
     saved.owe("served")
-    first = asyncio.create_task(saved.save_owed())
+    first = asyncio.create_task(saved.save_pending())
     await asyncio.sleep(0)
     saved.owe("pending")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await saved.save_owed()
+            await saved.save_pending()
     saved.owe("served")  # the intent is taken back; its write is still on its way
     await store.write_next()
     await first
     await store.write_next()
     assert store.value == "pending"
-    again = asyncio.create_task(saved.save_owed())
+    again = asyncio.create_task(saved.save_pending())
     await asyncio.sleep(0)
     await store.write_next()
     await again
     assert store.value == "served"
-    await saved.save_owed()
+    await saved.save_pending()
     assert not store.calls  # nothing is owed any more
 
 
@@ -60,10 +60,10 @@ async def test_what_the_store_refuses_stays_owed():
         values.append(value)
 
     saved = SavedValue(0, save)
-    await saved.save_owed()
+    await saved.save_pending()
     assert values == []  # nothing was owed
     saved.owe(1)
     with pytest.raises(OSError, match="no room"):
-        await saved.save_owed()
-    await saved.save_owed()
+        await saved.save_pending()
+    await saved.save_pending()
     assert values == ["refused", 1]

@@ -34,7 +34,7 @@ class NoisySite:
             name: SimulatedEngine(spec, clock=clock, weight_source=self.wire.receiver()) for name in names
         }
         for engine in self.engines.values():
-            engine.faults.noise_versions, engine.faults.look_delay_s = frozenset({NOISE}), LOOK_S
+            engine.faults.noise_versions, engine.faults.canary_delay_s = frozenset({NOISE}), LOOK_S
         self.fleet = Fleet()
         self.sync = ReplicaSync(self.fleet, lambda url: self.engines[url[-1]], clock, CONFIG)
         self.late = LateReplicas(self.sync, self.fleet, clock)
@@ -119,7 +119,7 @@ def test_tokens_wait_for_the_look_and_the_others_for_the_first(tmp_path):
         report = await updating
         assert [one.error for one in report.replicas] == [None, None]
         assert report.stall_ms == pytest.approx(0.0, abs=1.0)  # sampling went on
-        assert [one.look_ms for one in report.replicas] == pytest.approx([LOOK_S * 1e3] * 2)
+        assert [one.canary_ms for one in report.replicas] == pytest.approx([LOOK_S * 1e3] * 2)
         assert report.total_ms == pytest.approx(2 * LOOK_S * 1e3, abs=1.0)
         await asyncio.gather(*sampling.values())
         assert site.versions() == {"a": {1, 3}, "b": {1, 3}}
@@ -252,7 +252,7 @@ def test_a_replica_takes_no_traffic_before_it_has_looked_at_what_a_pause_brought
         sampling = await site.start()
         await site.sync.pause(PauseMode.KEEP)
         await site.update(3)
-        site.engines["b"].faults.look_delay_s = 3 * LOOK_S
+        site.engines["b"].faults.canary_delay_s = 3 * LOOK_S
         resuming = asyncio.create_task(site.sync.resume())
         await clock.sleep(LOOK_S / 2)
         assert site.placeable() == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.engine.interface import Adapter, HeldIn, StageReport, WeightUpdate
+from agentloop.engine.interface import Adapter, StageReport, StagingDevice, WeightUpdate
 from agentloop.engine.weight_digest import ADAPTER_CONFIG, are_comparable, read_files
 from agentloop.errors import CheckpointUnreadable, ChecksumMismatch, Conflict
 from agentloop.fleet.desired_state import FleetWeights
@@ -168,7 +168,7 @@ class SummedReceiver(Receiver):
     """A receiver of pushes whose token is their content, behind a number."""
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        return StageReport(HeldIn.HOST, "shm", digest=f"sums:{update.push.token.partition(' ')[2]}")
+        return StageReport(StagingDevice.HOST, "shm", digest=f"sums:{update.push.token.partition(' ')[2]}")
 
 
 def test_a_version_that_no_replica_holds_any_more_keeps_its_content(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.engine.interface import HeldIn, WeightUpdate
+from agentloop.engine.interface import StagingDevice, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -60,7 +60,7 @@ async def test_where_commits_transfer_all_pause_then_all_commit_then_all_go_on(c
     site = FleetSite(clock, "a", "b")
     site.engines["a"].seconds = SLOW
     for engine in site.engines.values():
-        engine.held_in = HeldIn.NOWHERE
+        engine.staging_device = StagingDevice.NOWHERE
     report = await site.update(1)
     at = dict(site.engines["b"].called_at)
     assert at == {"stage": 0.0, "pause": 5.0, "commit": 7.0, "resume": 10.0}  # each step waited for the slow one
@@ -94,26 +94,26 @@ async def test_while_replicas_switch_only_those_at_the_new_version_take_traffic(
 
 
 @pytest.mark.parametrize("verb", ["stage", "pause", "commit", "resume"])
-@pytest.mark.parametrize("held_in", [HeldIn.DEVICE, HeldIn.NOWHERE])
-def test_one_that_hangs_costs_the_others_seconds_at_most(verb, held_in):
+@pytest.mark.parametrize("staging_device", [StagingDevice.DEVICE, StagingDevice.NOWHERE])
+def test_one_that_hangs_costs_the_others_seconds_at_most(verb, staging_device):
     @virtual
     async def test(clock):
         names = [f"r{number}" for number in range(8)]
         site = FleetSite(clock, *names)
         for engine in site.engines.values():
-            engine.seconds, engine.held_in = {"stage": 1.0, "commit": 0.1}, held_in
+            engine.seconds, engine.staging_device = {"stage": 1.0, "commit": 0.1}, staging_device
         site.engines["r3"].hangs = {verb}
         site.sync.steps.config = replace(
             CONFIG, pause_timeout_s=60.0, commit_timeout_s=300.0, straggler_grace_s=4.0
         )
         report = await site.update(1)
         stalls = [one.stall_ms for one in report.replicas if one.replica_id != "r3"]
-        waits = held_in is HeldIn.NOWHERE and verb in ("pause", "commit")
+        waits = staging_device is StagingDevice.NOWHERE and verb in ("pause", "commit")
         assert max(stalls) == pytest.approx(4300.0 if verb == "commit" and waits else 4100.0 if waits else 100.0)
         assert report.total_ms < 8000.0
         assert sorted(site.placeable()) == sorted(set(names) - {"r3"})
         (hung,) = [one.error for one in report.replicas if one.replica_id == "r3"]
-        is_one_call = verb == "resume" and held_in is HeldIn.DEVICE
+        is_one_call = verb == "resume" and staging_device is StagingDevice.DEVICE
         assert hung == f"{'commit' if is_one_call else verb}: no answer within 4 s of the other replicas"
         site.engines["r3"].hangs = set()
         assert await site.late.bring_up("r3")
@@ -196,7 +196,7 @@ def test_one_replica_fails_and_the_others_go_on(verb, is_hung):
     async def test(clock):
         site = FleetSite(clock, "good", "bad")
         for engine in site.engines.values():
-            engine.held_in = HeldIn.NOWHERE  # commit and resume are two calls
+            engine.staging_device = StagingDevice.NOWHERE  # commit and resume are two calls
         bad = site.engines["bad"]
         if is_hung:
             bad.hangs = {verb}
@@ -282,7 +282,7 @@ async def test_a_replica_that_may_not_have_committed_is_not_resumed(clock):
 async def test_the_first_commit_decides_even_if_nobody_goes_on_at_once(clock):
     site = FleetSite(clock, "a", "b")
     for engine in site.engines.values():
-        engine.held_in = HeldIn.NOWHERE
+        engine.staging_device = StagingDevice.NOWHERE
         engine.fail("resume", times=1)
     report = await site.update(1)
     assert [one.error.startswith("resume: ") for one in report.replicas] == [True, True]
@@ -360,20 +360,20 @@ async def test_an_update_cut_short_leaves_no_replica_in_between(clock):
     assert site.placeable() == ["a"]
 
 
-@pytest.mark.parametrize("held_in", [HeldIn.DEVICE, HeldIn.NOWHERE])
-def test_the_report_says_how_the_weights_travelled(held_in):
+@pytest.mark.parametrize("staging_device", [StagingDevice.DEVICE, StagingDevice.NOWHERE])
+def test_the_report_says_how_the_weights_travelled(staging_device):
     @virtual
     async def test(clock):
         site = FleetSite(clock, "a", "b")
         for engine in site.engines.values():
-            engine.held_in = held_in
+            engine.staging_device = staging_device
         site.engines["b"].fail("commit")
         report = await site.push(1)
         good, bad = report.replicas
-        assert (good.held_in, good.transport, good.num_bytes) == (held_in, "nccl", 1000)
-        assert good.transfer_ms == report.transfer_ms == (40.0 if held_in is HeldIn.NOWHERE else 30.0)
+        assert (good.staging_device, good.transport, good.num_bytes) == (staging_device, "nccl", 1000)
+        assert good.transfer_ms == report.transfer_ms == (40.0 if staging_device is StagingDevice.NOWHERE else 30.0)
         assert (good.swap_ms, good.verify_ms, good.num_verified) == (5.0, 2.0, 7)
-        assert (bad.held_in, bad.num_verified) == (held_in, 0)
+        assert (bad.staging_device, bad.num_verified) == (staging_device, 0)
 
     test()
 
@@ -394,7 +394,7 @@ async def test_a_push_is_told_how_many_will_connect(clock):
 async def test_in_one_phase_all_receive_together_and_a_dead_trainer_fails_them_all(clock):
     site = FleetSite(clock, "a", "b")
     for engine in site.engines.values():
-        engine.held_in = HeldIn.NOWHERE
+        engine.staging_device = StagingDevice.NOWHERE
         engine.seconds = {"commit": 3.0}
         engine.fail("commit", times=1)
     with pytest.raises(WeightUpdateFailed, match=r"a: commit: .*; b: commit: "):

@@ -34,7 +34,7 @@ async def sampled(
     sampling = SamplingParams(1000, stop_token_ids=renderer.stop_token_ids)
     wanted = TurnRequest(
         GenerateRequest("r", prompt, sampling),
-        Reading(TOOLS, 0, reads_calls=True, reads_thoughts=True),
+        Reading(TOOLS, 0, reads_calls=True, reads_reasoning=True),
         is_parallel=is_parallel,
     )
     whole = await sample_turn(leased(Tape([said], sizes)), reader, wanted)
@@ -121,7 +121,7 @@ def test_a_token_that_also_begins_what_follows_is_not_kept(
     renderer = TemplateRenderer.from_directory(write_family(tmp_path, "qwen2_5"), FORK)
     decoded = DecodedText("".join(tokens), tuple(itertools.accumulate(map(len, tokens))))
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
-    reading = Reading(tools, 0, reads_calls=True, reads_thoughts=True)
+    reading = Reading(tools, 0, reads_calls=True, reads_reasoning=True)
     cut = TurnReader(renderer, get_parser(parser)).first_call(decoded, reading)
     if num_kept is None:
         assert cut is None

@@ -620,17 +620,17 @@ class LongPolls:
 @virtually
 async def test_time_without_a_replica_moves_a_deadline_that_can_move(site: LeaseSite) -> None:
     LongPolls(site, back_at=2000.0)
-    async with Deadline.moving(60.0, max_standstill_s=3600.0) as deadline:
+    async with Deadline.moving(60.0, max_unavailable_s=3600.0) as deadline:
         await site.engine.generate(request(timeout_s=10.0), deadline=deadline)
-        assert deadline.standstill_s == pytest.approx(site.clock.now(), abs=0.1)
-        assert deadline.at == deadline.enforced_at == pytest.approx(60.0 + deadline.standstill_s)
+        assert deadline.unavailable_s == pytest.approx(site.clock.now(), abs=0.1)
+        assert deadline.at == deadline.enforced_at == pytest.approx(60.0 + deadline.unavailable_s)
     assert site.clock.now() > 1999.0
 
 
 @virtually
 async def test_a_standstill_has_an_end(site: LeaseSite) -> None:
     LongPolls(site, back_at=10_000.0)
-    async with Deadline.moving(60.0, max_standstill_s=3600.0) as deadline:
+    async with Deadline.moving(60.0, max_unavailable_s=3600.0) as deadline:
         with pytest.raises(NoHealthyReplica, match="for 3600 s"):
             await site.engine.generate(request(), deadline=deadline)
     assert site.clock.now() == pytest.approx(3600.0)
@@ -654,7 +654,9 @@ class FrozenReplica:
             await asyncio.sleep(15.0)
             raise EngineLost("silent")
         spans = (WeightVersionSpan(0, 0, 1),)
-        return Generation(request.request_id, (7,), (-0.5,), spans, FinishReason.LENGTH, standstill_s=stood_still_s)
+        return Generation(
+            request.request_id, (7,), (-0.5,), spans, FinishReason.LENGTH, unavailable_s=stood_still_s
+        )
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -662,7 +664,7 @@ def test_time_in_which_a_request_is_frozen_or_its_replica_silent_does_not_count(
     @virtually
     async def run(site: LeaseSite) -> None:
         engine = leased(FrozenReplica(500.0, is_lost=is_lost), max_attempts=5)
-        async with Deadline.moving(10.0, max_standstill_s=3600.0) as deadline:
+        async with Deadline.moving(10.0, max_unavailable_s=3600.0) as deadline:
             with deadline.grace(TURN_GRACE_S):
                 await engine.generate(request(timeout_s=10.0), deadline=deadline)
             assert deadline.at == pytest.approx(10.0 + site.clock.now())
@@ -673,7 +675,7 @@ def test_time_in_which_a_request_is_frozen_or_its_replica_silent_does_not_count(
 @virtually
 async def test_a_request_that_is_frozen_for_ever_ends_with_a_reason(site: LeaseSite) -> None:
     engine = leased(FrozenReplica(1e6), max_attempts=5)
-    async with Deadline.moving(10.0, max_standstill_s=900.0) as deadline:
+    async with Deadline.moving(10.0, max_unavailable_s=900.0) as deadline:
         with deadline.grace(5.0), pytest.raises(DeadlineExceeded, match="unavailable for 900 s"):
             await engine.generate(request(timeout_s=10.0), deadline=deadline)
 

@@ -32,7 +32,7 @@ def test_the_chosen_parser_reads_its_family(renderers: dict[str, TemplateRendere
     name = choose_parser(renderer.facts.template_source, renderer.facts.literals)[0] or "hermes"
     test = self_test(renderer, get_parser(name), name)
     assert bool(test.call_text) == renderer.facts.supports_tools
-    assert test.opens_thought == family.opens_thought
+    assert test.opens_reasoning == family.opens_reasoning
     assert ("look_up" in test.call_text) == bool(test.call_text)
 
 
@@ -73,4 +73,4 @@ def test_thoughts_are_read_where_the_prompt_leaves_room_for_them(tmp_path, famil
     renderer = TemplateRenderer.from_directory(write_family(tmp_path, family), settings)
     test = self_test(renderer, get_parser("hermes"), "hermes")
     assert test.call_text
-    assert test.thoughts == thoughts
+    assert test.reasoning == thoughts

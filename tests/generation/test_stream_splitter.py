@@ -52,13 +52,13 @@ def check(reader: TurnReader, pieces: list[str], reading: Reading) -> None:
 
 
 def parts(parser: str) -> st.SearchStrategy[str]:
-    marks, write = get_parser(parser).marks, WRITE[parser]
+    marks, write = get_parser(parser).delimiters, WRITE[parser]
     calls = (
         write([("add", {})]),
         write([("é", {"a": "</tool_call>"}), ("sub", {})]),
         write([("f", {"a": marks.openings[0]})]),
     )
-    thoughts = (marks.thoughts.open, marks.thoughts.close, *marks.headers)
+    thoughts = (marks.reasoning.open, marks.reasoning.close, *marks.headers)
     blanks = ("\t\n ", "Hello there.", "\ufffd", " " * 9)
     marked = (*marks.openings, *marks.leading, marks.closing or "", marks.trailing)
     half = tuple(mark[: len(mark) // 2] for mark in (*thoughts, *marked))
@@ -125,15 +125,18 @@ def times_given(parser: str, text: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("parser", READERS)
 def test_thoughts_and_content_come_at_once_in_every_format(parser: str):
-    marks = READERS[parser].marks
+    marks = READERS[parser].delimiters
     header = marks.headers[-3] if marks.headers else ""
-    head = f"{marks.thoughts.open}h{marks.thoughts.close}{header}"
-    assert times_given(parser, f"{head}ab c") == {"thought": len(marks.thoughts.open) + 1, "content": len(head) + 1}
+    head = f"{marks.reasoning.open}h{marks.reasoning.close}{header}"
+    assert times_given(parser, f"{head}ab c") == {
+        "thought": len(marks.reasoning.open) + 1,
+        "content": len(head) + 1,
+    }
 
 
-@pytest.mark.parametrize("parser", [name for name in READERS if get_parser(name).marks.closing is not None])
+@pytest.mark.parametrize("parser", [name for name in READERS if get_parser(name).delimiters.closing is not None])
 def test_calls_of_every_format_with_a_closing_mark_come_with_it(parser: str):
-    marks, text = READERS[parser].marks, WRITE[parser]([("f", {"a": "x"}), ("g", {})])
+    marks, text = READERS[parser].delimiters, WRITE[parser]([("f", {"a": "x"}), ("g", {})])
     assert times_given(parser, f"{text} end")["call"] == text.index(marks.closing or "") + len(marks.closing or "")
 
 
@@ -178,11 +181,11 @@ def takes_less_than(bound_s: float, parser: str, text: str) -> bool:
 @pytest.mark.parametrize("parser", [name for name in READERS if name not in ("hermes", "qwen3_xml")])
 @pytest.mark.parametrize("num_chars", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_streams_of_every_format_take_linear_time(parser: str, num_chars: int):
-    marks = get_parser(parser).marks
+    marks = get_parser(parser).delimiters
     units = (
         *marks.openings,
         *marks.headers,
-        marks.thoughts.open,
+        marks.reasoning.open,
         WRITE[parser]([("f", {"a": "x"})]),
         " ",
         "<",

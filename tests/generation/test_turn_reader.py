@@ -167,7 +167,7 @@ def test_calls_are_read_after_the_thought_only(reader: TurnReader):
 
 def test_without_calls_and_thoughts_the_text_stays_as_it_is(reader: TurnReader):
     text = f"<think>x</think> {CALL}\n"
-    assert read(reader, text, calls=False, thoughts=False)[0] == Message("assistant", text)
+    assert read(reader, text, calls=False, reasoning=False)[0] == Message("assistant", text)
     assert read(reader, " x \n", calls=False)[0] == Message("assistant", " x \n")
     assert read(reader, text, calls=False)[0] == Message("assistant", f"{CALL}\n", reasoning="x")
 

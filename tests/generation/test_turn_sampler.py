@@ -56,7 +56,7 @@ SAMPLING = SamplingParams(1000, seed=7, stop_token_ids=RENDERER.stop_token_ids)
 def order(max_tokens: int = 1000, **fields: object) -> TurnRequest:
     sampling = replace(SAMPLING, max_tokens=max_tokens)
     request = GenerateRequest("r", PROMPT, fields.pop("sampling", sampling))  # type: ignore[arg-type]
-    reads = {name: fields.pop(name, True) for name in ("reads_calls", "reads_thoughts")}
+    reads = {name: fields.pop(name, True) for name in ("reads_calls", "reads_reasoning")}
     return TurnRequest(request, Reading((), 0, **reads), **fields)  # type: ignore[arg-type]
 
 
@@ -168,7 +168,7 @@ def test_a_stream_gives_the_reply_of_the_whole_call_however_it_is_cut(
 ):
     sampled = [i for piece in written for i in piece] + ([STOP_ID] if reason is FinishReason.STOP else [5])
     sampling = replace(SAMPLING, num_top_logprobs=2)
-    wanted = order(sampling=sampling, stop=tuple(stop), reads_calls=reads, reads_thoughts=reads)
+    wanted = order(sampling=sampling, stop=tuple(stop), reads_calls=reads, reads_reasoning=reads)
 
     async def both() -> tuple[Reply, Reply]:
         whole = await whole_turn(Tape([(sampled, reason)]), wanted)
@@ -295,7 +295,7 @@ def test_the_answer_of_a_format_with_headers_is_outside_all_its_reasoning(size: 
     start, final = "<|start|>assistant", "<|channel|>final<|message|>"
     thought = "<|channel|>analysis<|message|>a STOP<|end|>"
     text = f"{thought}{start}{thought}{start}{final}Hi STOP"
-    answer, shown, place = AnswerText(get_parser("harmony").marks, is_thinking=False), [], 0
+    answer, shown, place = AnswerText(get_parser("harmony").delimiters, is_thinking=False), [], 0
     for at in range(0, len(text), size):
         for num_skipped, part in answer.add(text[at : at + size], is_last=at + size >= len(text)):
             place += num_skipped

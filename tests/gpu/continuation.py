@@ -240,7 +240,7 @@ def update_rows(report: UpdateReport) -> list[tuple[object, ...]]:
             report.version,
             one.replica_id,
             one.transport,
-            one.held_in,
+            one.staging_device,
             one.num_bytes / 1e9,
             one.transfer_ms,
             one.num_bytes / 1e6 / one.transfer_ms if one.transfer_ms else None,

@@ -190,7 +190,7 @@ async def weights(options: argparse.Namespace, work: Path) -> dict[str, Any]:
                 await asyncio.to_thread(trainer.set_version, of)
                 reports = await trainer.push(engine, version)
             staged, committed = reports
-            row = {"way": staged.transport, "weights": of, "held_in": staged.held_in.value}
+            row = {"way": staged.transport, "weights": of, "staging_device": staged.staging_device.value}
             updates.append({**row, **asdict(committed), "differing": None})
 
         async def check() -> None:

@@ -120,7 +120,7 @@ async def check_update(
     kind, number = ("recompute", 101) if is_cleared else ("keep", 102)
     tasks = await in_flight(site, prompts, options.tokens, kind)
     stages = await site.stage(number, folder)
-    held = {str(stage.report.held_in) if stage.report else stage.error for stage in stages}
+    held = {str(stage.report.staging_device) if stage.report else stage.error for stage in stages}
     site.expect(f"{kind}: staged", held, held == {"host" if options.device == "cpu" else "device"})
     before = time.perf_counter()
     counts = site.pause(is_cache_cleared=is_cleared)

@@ -38,7 +38,7 @@ class Arrival(msgspec.Struct):
     num_resumed_turns: int
     num_turns: int
     num_tool_calls: int
-    standstill_s: float  # the longest of a turn: its replica was lost, and it had no other yet
+    unavailable_s: float  # the longest of a turn: its replica was lost, and it had no other yet
     first_turn_at: float  # of the attempt that made the record: the first one that it did not resume
 
 
@@ -90,7 +90,9 @@ def arrival_of(record: Trajectory) -> Arrival:
         num_resumed_turns=record.num_resumed_turns,
         num_turns=len(turns),
         num_tool_calls=record.num_tool_calls,
-        standstill_s=max((turn.times.standstill_us / 1e6 for turn in turns if turn.times is not None), default=0.0),
+        unavailable_s=max(
+            (turn.times.unavailable_us / 1e6 for turn in turns if turn.times is not None), default=0.0
+        ),
         first_turn_at=record.times.began_at + (new[0] if new else record.times.ended_us) / 1e6,
     )
 

@@ -144,9 +144,9 @@ def report(event: str, arrivals: list[Arrival], since: float) -> None:
     again_s = [one.first_turn_at - since for one in arrivals if one.attempt > 0]
     print(f"\n{event}: {len(arrivals)} records, gap {longest_gap_s(arrivals, since):.1f} s")
     print(f"{len(again_s)} begun again, after {max(again_s, default=0.0):.1f} s at most")
-    moved = [one for one in arrivals if one.attempt == 0 and one.standstill_s > 0.0]
+    moved = [one for one in arrivals if one.attempt == 0 and one.unavailable_s > 0.0]
     num_lost, num_sampled = (sum(getattr(one, of) for one in moved) for of in ("num_lost", "num_sampled"))
-    still_s = max((one.standstill_s for one in moved), default=0.0)
+    still_s = max((one.unavailable_s for one in moved), default=0.0)
     print(f"{len(moved)} others stood still, {still_s:.1f} s at most; {num_lost} of {num_sampled} tokens again")
 
 

@@ -13,7 +13,7 @@ import xgrammar
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
-from agentloop.parsers.grammar import behind_thought
+from agentloop.parsers.grammar import after_reasoning
 from agentloop.types import Constraint, ConstraintKind, ToolCallStatus
 from tests.parsers.writing import WRITE, dumps, mistral_list
 
@@ -98,7 +98,7 @@ def test_whatever_is_written_is_read_as_calls(name: str, forced: str | None, is_
     names = set()
     for seed in range(12):
         text = walk(constraint, seed)
-        assert text.startswith((*parser.marks.openings, *parser.marks.leading))
+        assert text.startswith((*parser.delimiters.openings, *parser.delimiters.leading))
         turn = parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), TOOLS, 0)
         assert turn.content == ""
         assert [call.error for call in turn.calls if call.status is not ToolCallStatus.OK] == []
@@ -147,14 +147,14 @@ def test_a_name_that_the_format_cannot_hold_is_refused() -> None:
 def test_a_constraint_behind_a_thought_that_the_prompt_opened() -> None:
     parser = get_parser("hermes")
     calls = parser.call_constraint(TOOLS, forced=None, is_parallel=True)
-    thoughts, now = parser.marks.thoughts, written("hermes", ("now", {}))
+    thoughts, now = parser.delimiters.reasoning, written("hermes", ("now", {}))
     for constraint, text in (
         (calls, now),
         (Constraint(ConstraintKind.JSON_OBJECT), '{"a": 1}'),
         (Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}'), "7"),
         (Constraint(ConstraintKind.REGEX, "yes|no"), "yes"),
     ):
-        behind = behind_thought(constraint, thoughts)
+        behind = after_reasoning(constraint, thoughts)
         assert allows(behind, f"I could write <tool_call> or 7.\n</think>\n\n{text}")
         assert allows(behind, f"</think>{text}")
         assert not allows(behind, text)
@@ -176,7 +176,7 @@ def test_both_forms_of_mistral_are_allowed() -> None:
 
 @pytest.mark.parametrize("name", WRITE)
 def test_openings_are_what_calls_begin_with(name: str) -> None:
-    marks, text = get_parser(name).marks, written(name, ("book", BOOKED))
+    marks, text = get_parser(name).delimiters, written(name, ("book", BOOKED))
     assert text.startswith((*marks.openings, *marks.leading))
     assert marks.closing is None or marks.closing in text
     assert text.endswith(marks.trailing)

@@ -56,7 +56,7 @@ def chat(family: str) -> tuple[TemplateRenderer, FormatParser]:
 
 def rendered(chat: tuple[TemplateRenderer, FormatParser], *calls: tuple[str, dict]) -> str:
     """The turn of these calls as the model samples it, without the marks of a thought and of text."""
-    renderer, marks = chat[0], chat[1].marks
+    renderer, marks = chat[0], chat[1].delimiters
     asked = Message("user", "Well?")
     made = tuple(ToolCall(f"call0000{index}", name, arguments) for index, (name, arguments) in enumerate(calls))
     answers = [Message("tool", "noon", tool_call_id=call.id, name=call.name) for call in made]
@@ -67,7 +67,7 @@ def rendered(chat: tuple[TemplateRenderer, FormatParser], *calls: tuple[str, dic
     turn = whole[start : min(ends)]
     begun = re.search(r"<[^<>\s]*$", whole[:start])  # the prompt has another mark there, which begins alike
     turn = (begun[0] if begun is not None and start < len(prompt) else "") + turn
-    thoughts = "|".join(map(re.escape, (marks.thoughts.open, marks.thoughts.close)))
+    thoughts = "|".join(map(re.escape, (marks.reasoning.open, marks.reasoning.close)))
     return "\n".join(segments(re.sub(rf"^(?:\s*(?:{thoughts}))*", "", turn), marks.headers))
 
 
@@ -96,8 +96,15 @@ def test_what_is_streamed_is_what_is_read_whole(family, chat, num_turns: int) ->
     renderer, parser = chat
     reader, choose = TurnReader(renderer, parser), random.Random(family)
     wholes = [rendered(chat, ("now", {})), rendered(chat, ("book", BOOKED), ("now", {}))]
-    marks = [*parser.marks.openings, parser.form.end, *parser.form.section, parser.form.separator, "now", "book"]
-    marks += parser.marks.headers
+    marks = [
+        *parser.delimiters.openings,
+        parser.form.end,
+        *parser.form.section,
+        parser.form.separator,
+        "now",
+        "book",
+    ]
+    marks += parser.delimiters.headers
     for _ in range(num_turns):
         text = ""
         for _ in range(choose.randint(1, 12)):
@@ -109,7 +116,7 @@ def test_what_is_streamed_is_what_is_read_whole(family, chat, num_turns: int) ->
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         message = read(reader, text, pieces)
         answer = read(reader, text, pieces, reads_calls=False).content
-        assert not any(header in part for header in parser.marks.headers for part in answer.split("\n"))
+        assert not any(header in part for header in parser.delimiters.headers for part in answer.split("\n"))
         position, outside = 0, ""
         for call in reader.parse(
             DecodedText(text, tuple(range(1, len(text) + 1))), Reading(TOOLS, 0, True, False)

@@ -19,7 +19,7 @@ from tests.parsers.writing import made, read_streamed, reads
 from tests.support.engine.scripted import RENDERER
 from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
 
-THOUGHT, ANSWER = (
+REASONING, ANSWER = (
     "Two parts: é and 日本.\nI <tool_call> nothing {here}.",
     'It is 42.\n\nDone — {"a": 1} and `x < y`.',
 )
@@ -112,7 +112,7 @@ def test_a_template_without_tools_has_none_or_the_parser_of_what_it_writes(name:
 
 def test_calls_and_the_thought_before_them_are_read(family: Family, template: ChatTemplate) -> None:
     for calls in ((CALLS[0],), (CALLS[1],), (NESTED,), CALLS[: family.num_parallel]):
-        thought = THOUGHT if thinks(family) else ""
+        thought = REASONING if thinks(family) else ""
         text, is_thinking = sampled(family, template, entry(family, calls, thought=thought))
         message = read(family, text, is_thinking=is_thinking)
         assert [call.error for call in message.tool_calls] == [None] * len(calls)
@@ -133,7 +133,7 @@ def test_text_before_calls_is_content(family: Family, template: ChatTemplate) ->
 
 
 def test_an_answer_and_its_thought_are_read(family: Family, template: ChatTemplate) -> None:
-    thought = THOUGHT if thinks(family) else ""
+    thought = REASONING if thinks(family) else ""
     text, is_thinking = sampled(family, template, entry(family, (), thought=thought, content=ANSWER))
     message = read(family, text, is_thinking=is_thinking)
     assert message == Message("assistant", ANSWER, reasoning=thought)
@@ -157,7 +157,7 @@ def test_a_turn_cut_anywhere_has_no_call_that_was_not_written(family: Family, te
 
 def test_calls_inside_a_thought_are_thoughts(family: Family, template: ChatTemplate) -> None:
     text, is_thinking = sampled(family, template, entry(family, CALLS[:1]))
-    marks = get_parser(family.calls or "").marks.thoughts
+    marks = get_parser(family.calls or "").delimiters.reasoning
     call = text[read(family, text, is_thinking=is_thinking).tool_calls[0].token_start :]
     if marks.close not in call:
         message = read(family, f"{marks.open}I could write {call}{marks.close}", is_thinking=False)

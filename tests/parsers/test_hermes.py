@@ -94,7 +94,7 @@ def test_a_lenient_parser_reads_what_others_forgive_and_notes_it():
     strict = get_parser("hermes")
     assert isinstance(strict, FormatParser)
     lenient = strict.lenient()
-    assert lenient.marks == strict.marks
+    assert lenient.delimiters == strict.delimiters
     one, listed = '{"name": "now"}', f'[{{"name": "now"}}, {json.dumps({"name": "add", "arguments": {"a": 1}})}]'
     for body, calls, notes in (
         (one, [("now", {})], ["no arguments"]),

@@ -8,7 +8,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.parsers.base import DecodedText, Marks, ParsedTurn
+from agentloop.parsers.base import DecodedText, Delimiters, ParsedTurn
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import JSON, Constraint, ToolCall
 from tests.support.engine.scripted import RENDERER
@@ -17,7 +17,7 @@ from tests.support.engine.scripted import RENDERER
 class ShoutParser:
     """Calls as `!name!`, without arguments."""
 
-    marks = Marks(("!",))
+    delimiters = Delimiters(("!",))
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
         before, _, rest = decoded.text.partition("!")
@@ -31,8 +31,8 @@ class ShoutParser:
         raise InvalidRequest("cannot force calls", param="tool_choice")
 
 
-class WithoutMarks(ShoutParser):
-    marks = None  # type: ignore[assignment]
+class WithoutDelimiters(ShoutParser):
+    delimiters = None  # type: ignore[assignment]
 
 
 def make() -> ShoutParser:
@@ -60,7 +60,7 @@ def test_a_parser_class_function_or_instance_is_taken(attribute: str) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        (f"{__name__}:WithoutMarks", "is not a parser"),
+        (f"{__name__}:WithoutDelimiters", "is not a parser"),
         (f"{__name__}:fail", "RuntimeError: no such folder"),
         (f"{__name__}:Sequence", "failed on an empty turn"),
         (f"{__name__}:missing", "no attribute"),

@@ -252,7 +252,7 @@ def test_no_text_raises_and_nothing_vanishes(name: str, data: st.DataObject):
 HOSTILE = [
     (name, head, unit)
     for name, fragments in FRAGMENTS.items()
-    for head in ("", get_parser(name).marks.openings[0])
+    for head in ("", get_parser(name).delimiters.openings[0])
     for unit in (
         *fragments,
         "".join(fragments),

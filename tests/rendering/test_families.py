@@ -295,12 +295,12 @@ def test_only_the_templates_own_stop_closes_a_turn(
 
 def spelled(family: Family) -> list[str]:
     """The family's marks, whole and without their outer signs, which templates may write; those of all others."""
-    own = marks_of(family)
-    others = set[str]().union(*map(marks_of, FAMILIES)) - own
+    own = delimiters_of(family)
+    others = set[str]().union(*map(delimiters_of, FAMILIES)) - own
     return sorted([*own, *(mark[1:-1] for mark in own), *(mark[:-1] for mark in own), " ".join(sorted(others))])
 
 
-def marks_of(family: Family) -> set[str]:
+def delimiters_of(family: Family) -> set[str]:
     return {*family.special, *family.markup} - {"/nothink"}  # a switch, and a user's to write
 
 
@@ -322,7 +322,7 @@ def hostile(family: Family, text: str) -> tuple[list[Message], list[dict[str, An
 @pytest.mark.parametrize("name", names)
 def test_no_stranger_can_write_a_control_token(renderers: dict[str, TemplateRenderer], name: str):
     family, renderer = FAMILY[name], renderers[name]
-    control = {i for mark in marks_of(family) for i in renderer.ids(mark)}
+    control = {i for mark in delimiters_of(family) for i in renderer.ids(mark)}
 
     def check(text: str) -> list[int]:
         messages, tools = hostile(family, text)
@@ -346,7 +346,7 @@ def test_system_text_keeps_markup_and_writes_no_control_token(renderers: dict[st
         return {mark: ids.count(renderer.ids(mark)[0]) for mark in (*family.special, *family.markup)}
 
     plain = counts("Be brief.")
-    for mark in sorted(marks_of(family)):
+    for mark in sorted(delimiters_of(family)):
         is_markup = mark in family.markup and "|" not in mark and "\uff5c" not in mark
         assert counts(f"Write {mark} first.") == plain | {mark: plain[mark] + is_markup}
 

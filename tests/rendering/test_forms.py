@@ -22,7 +22,7 @@ from tests.support.records.model_folder import BACKUP_STOP, IGNORES_TOOLS, STOP,
 
 FORK = RenderSettings(OnUnstable.FORK)
 ASKED = [Message("user", "What is a rook?")]
-THOUGHT = Message("assistant", "A piece.", reasoning="Or a bird.")
+REASONING = Message("assistant", "A piece.", reasoning="Or a bird.")
 # What Ministral-3 has of it.
 CHUNKED = IGNORES_TOOLS.replace(
     "message.content +",
@@ -47,7 +47,7 @@ NUMBERING = (
 
 def test_a_thought_is_written_back_in_the_models_own_marks(tmp_path: Path):
     renderer = TemplateRenderer.from_directory(write_family(tmp_path, "mistral_small_3_2"), FORK)
-    ids = renderer.render([*ASKED, THOUGHT, Message("user", "Sure?")], [])
+    ids = renderer.render([*ASKED, REASONING, Message("user", "Sure?")], [])
     text = renderer.decode(ids)
     assert "[THINK]Or a bird.[/THINK]A piece." in text
     assert "<think>" not in text
@@ -58,7 +58,7 @@ def test_a_thought_is_written_back_in_the_models_own_marks(tmp_path: Path):
 
 def test_a_thought_is_a_chunk_of_the_content_where_the_template_takes_that(tmp_path: Path):
     renderer = TemplateRenderer.from_directory(write_folder(tmp_path, CHUNKED))
-    text = renderer.decode(renderer.render([*ASKED, THOUGHT, Message("user", "Sure?")], []))
+    text = renderer.decode(renderer.render([*ASKED, REASONING, Message("user", "Sure?")], []))
     assert "assistant\nOr a bird.[/THINK]A piece.<|im_end|>" in text
     assert "<think>" not in text
 

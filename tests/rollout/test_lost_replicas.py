@@ -40,9 +40,9 @@ def test_trajectories_outlive_a_fleet_that_is_away(tmp_path: Path) -> None:
             # A turn of random ids ends at its limit of tokens, if no stop token came first.
             assert {one.stop_reason for one in records} <= {StopReason.MAX_TOKENS_PER_TURN, StopReason.COMPLETED}
             assert all(one.is_complete and one.attempt == 0 for one in records)
-            waited = [one for one in records if one.timings.standstill_s]
+            waited = [one for one in records if one.timings.unavailable_s]
             assert waited
-            assert all(45.0 <= one.timings.standstill_s < 55.0 for one in waited)
+            assert all(45.0 <= one.timings.unavailable_s < 55.0 for one in waited)
             num_wasted = policy.num_sampled - num_recorded(run)
             # At most what two seconds sample is lost of each.
             assert 0 <= num_wasted <= len(waited) * (2.0 / STEP_S + 2)
@@ -82,7 +82,7 @@ def test_a_fleet_that_sleeps_costs_no_deadline(tmp_path: Path) -> None:
                 StopReason.MAX_SAMPLED_TOKENS,
             }
             assert all(one.is_complete for one in records)
-            assert sum(one.timings.standstill_s > 1199.0 for one in records) >= 8
+            assert sum(one.timings.unavailable_s > 1199.0 for one in records) >= 8
             assert policy.num_sampled == num_recorded(run)
 
     clock.run(main())

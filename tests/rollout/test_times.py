@@ -50,7 +50,7 @@ async def test_a_record_tells_its_turns_and_its_tool_calls():
     ):
         assert turn.begun_us < turn.first_token_us < turn.ended_us <= times.ended_us
         assert turn.ended_us - turn.first_token_us >= 0.5 * 2000 * (num_tokens - 1), "it decoded from there on"
-        assert (turn.queue_us, turn.standstill_us) == (0, 0)
+        assert (turn.queue_us, turn.unavailable_us) == (0, 0)
     outcomes = [(one.name, one.outcome.value) for one in times.tool_calls]
     expected = ("calculator", "ok"), ("late", "timeout"), ("broken", "error"), ("nothing", "unknown")
     assert outcomes == [*expected, ("broken", "excess")]

@@ -275,7 +275,7 @@ async def test_the_limit_of_a_trajectory_does_not_count_the_time_in_which_its_en
         await feeder.is_done.wait()
     trajectory = feeder.records["t/0"]
     assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.COMPLETED, True)
-    assert trajectory.timings.total_s > trajectory.timings.standstill_s > 1.1
+    assert trajectory.timings.total_s > trajectory.timings.unavailable_s > 1.1
 
 
 SLOW = "Let me think about this for a long while, for I am in no hurry, and it is not easy to say at all."
@@ -593,7 +593,7 @@ async def test_a_lost_replica_costs_a_retry_elsewhere():
 async def test_no_replica_left_is_a_failed_record():
     engine = scripted_engine(CALL, ANSWER)
     feeder = FakeCoordinator([task()])
-    async with running_worker(feeder, {"sim://a": engine}, max_standstill_s=0.5), asyncio.timeout(60):
+    async with running_worker(feeder, {"sim://a": engine}, max_unavailable_s=0.5), asyncio.timeout(60):
         engine.kill("gone")
         await feeder.is_done.wait()
     trajectory = feeder.records["t/0"]

@@ -755,7 +755,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.cancel(f"r{number}")
 
     @rule()
-    def write_owed(self):
+    def flush_pending(self):
         for owed in self.queue.pending_records(self.now):
             assert self.queue.finished(owed.sample.assignment_id)
             assert owed.sample.assignment_id not in self.finished
@@ -808,7 +808,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.is_stuck = not handed
             self.served += 1  # the trainer has consumed its batch
             self.queue.set_versions(FleetVersions(self.served), self.now)
-        self.write_owed()
+        self.flush_pending()
         assert self.finished == self.accepted.keys()
 
 

@@ -18,7 +18,7 @@ from agentloop.errors import (
     TemplateNotPrefixStable,
 )
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.parsers.base import DecodedText, ThoughtMarks
+from agentloop.parsers.base import DecodedText, ReasoningDelimiters
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.renderer import RenderSettings, TemplateRenderer
@@ -36,7 +36,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look
 class OwnParser:
     """A user's parser."""
 
-    marks = HERMES.marks
+    delimiters = HERMES.delimiters
     parse = HERMES.parse
     call_constraint = HERMES.call_constraint
 
@@ -123,18 +123,18 @@ def test_no_parser_may_be_asked_for(tmp_path: Path) -> None:
     chat = loaded(tmp_path, "qwen3", parser="none")
     with pytest.raises(TemplateError, match="it is configured"):
         chat.renderer.render(QUESTION, [TOOL])
-    assert chat.parser.marks.thoughts == ThoughtMarks()
+    assert chat.parser.delimiters.reasoning == ReasoningDelimiters()
     assert prompt(chat) == prompt(loaded(tmp_path, "qwen3"))
     assert loaded(tmp_path, "qwen3").renderer.render(QUESTION, [TOOL])
 
 
 def test_tools_are_offered_where_the_template_shows_them_and_answers_but_no_calls(tmp_path: Path) -> None:
     chat = loaded(tmp_path / "granite", "granite_3_3")
-    assert "<|tool_call|>" in chat.parser.marks.openings
+    assert "<|tool_call|>" in chat.parser.delimiters.openings
     assert "look_up" in chat.renderer.decode(chat.renderer.render(QUESTION, [TOOL]))
     own = loaded(tmp_path / "lfm2", "lfm2", parser=f"{HERE}:OwnParser")
     assert "look_up" in own.renderer.decode(own.renderer.render(QUESTION, [TOOL]))
-    assert "<|tool_call_start|>" in loaded(tmp_path / "lfm2", "lfm2").parser.marks.openings
+    assert "<|tool_call_start|>" in loaded(tmp_path / "lfm2", "lfm2").parser.delimiters.openings
 
 
 def test_a_derived_parser_is_named_and_may_be_lenient(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_what_names_nothing_is_refused(tmp_path: Path, settings: dict[str, str],
     assert caught.value.param == param
 
 
-def without_thoughts(folder: Path) -> ChatFormat:
+def without_reasoning(folder: Path) -> ChatFormat:
     return loaded(folder, "qwen3", template={"kwargs": {"enable_thinking": False}})
 
 
@@ -199,7 +199,7 @@ def with_a_file(folder: Path) -> ChatFormat:
 @pytest.mark.parametrize(
     ("make", "shown"),
     [
-        (without_thoughts, "<think>\n\n</think>\n\n"),
+        (without_reasoning, "<think>\n\n</think>\n\n"),
         (with_a_date, "Today Date: 09 Mar 2026"),
         (with_a_file, "Of mine."),
     ],

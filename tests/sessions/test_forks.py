@@ -20,8 +20,8 @@ from tests.support.engine.scripted import SPEC, started
 from tests.support.families.table import FAMILY, write_family
 from tests.support.records.model_folder import TEMPLATE, write_folder
 
-THOUGHT = "Seven sixes are forty-two."
-REPLY = f"<think>\n{THOUGHT}\n</think>\n\nIt is 42."
+REASONING = "Seven sixes are forty-two."
+REPLY = f"<think>\n{REASONING}\n</think>\n\nIt is 42."
 # Thoughts stay wherever they are, but the last user's message is written differently from earlier ones.
 MARKS_THE_LAST = TEMPLATE.replace(
     "{{- '<|im_start|>user\\n' +", "{{- '<|im_start|>user' + (' now' if loop.last else '') + '\\n' +"
@@ -67,7 +67,7 @@ async def test_in_a_fork_the_sessions_own_thoughts_stand_in_for_the_echo(tmp_pat
     async with conversing(folder, RenderSettings(OnUnstable.FORK)) as talk:
         prompts = await converse(talk, "6*7?", "Sure?")
         first, second = talk.session.graph.nodes
-        assert first.reply.message.reasoning == THOUGHT
+        assert first.reply.message.reasoning == REASONING
         assert (second.parent_id, second.split.reason) == (None, SplitReason.TEMPLATE)
         assert second.split.detail.startswith(
             "the chat template cannot append a user message to a turn: earlier text changes"
@@ -81,14 +81,14 @@ async def test_thoughts_stay_or_go_as_the_settings_say(tmp_path: Path, name: str
     folder = write_family(tmp_path, name)
     async with conversing(folder, RenderSettings()) as talk:
         prompts = await converse(talk, "6*7?", "Sure?", "Really?")
-        assert prompts[2].count(THOUGHT) == 2
+        assert prompts[2].count(REASONING) == 2
         record = talk.session.trajectory()
         assert [path.split_reason for path in record.paths] == [None]
         assert record.thinking is Thinking.KEEP
     async with conversing(folder, RenderSettings(thinking=Thinking.TEMPLATE)) as talk:
         prompts = await converse(talk, "6*7?", "Sure?")
         assert talk.session.trajectory().thinking is Thinking.TEMPLATE
-        assert THOUGHT not in prompts[1]
+        assert REASONING not in prompts[1]
         split = talk.session.graph.nodes[1].split
         assert split.reason is SplitReason.TEMPLATE
         assert split.detail.startswith("'thinking' follows the chat template, which drops earlier reasoning")
@@ -108,7 +108,7 @@ async def test_a_fork_by_other_tools_keeps_the_sessions_own_thoughts(tmp_path: P
         assert (fork.parent_id, fork.split.reason) == (None, SplitReason.TOOLS_CHANGED)
         assert fork.split.from_node == own.node_id
         assert talk.renderer.decode(result.prompt_ids).count(f"{REPLY}<|im_end|>") == 2
-        assert [message.reasoning for message in fork.observed] == ["", THOUGHT, "", THOUGHT, ""]
+        assert [message.reasoning for message in fork.observed] == ["", REASONING, "", REASONING, ""]
         more = ask(
             *asked.messages,
             Message("assistant", "It is 42."),

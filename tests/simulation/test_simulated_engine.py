@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.concurrency.clock import VirtualClock
-from agentloop.engine.interface import CommitReport, Delta, HeldIn, PushSource, StageReport, WeightUpdate
+from agentloop.engine.interface import CommitReport, Delta, PushSource, StageReport, StagingDevice, WeightUpdate
 from agentloop.engine.request_watch import StreamPace
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -533,7 +533,7 @@ def test_pushed_weights_take_their_time(is_one_phase: bool) -> None:
         return staged, committed, finished_s
 
     staged, committed, finished_s = clock.run(main())
-    assert (staged.held_in is HeldIn.NOWHERE) == is_one_phase
+    assert (staged.staging_device is StagingDevice.NOWHERE) == is_one_phase
     assert staged.transfer_ms + committed.transfer_ms == pytest.approx(2000.0)
     assert (committed.transfer_ms > 0) == is_one_phase
     assert finished_s == pytest.approx(3.0 if is_one_phase else 2.0, abs=0.1)

@@ -27,7 +27,7 @@ from agentloop_environments.packages import import_package
 NUM_TASKS = 100
 """The number of tasks, unless `count` says otherwise."""
 
-NUM_SEEDS = 2**31
+MAX_GAME_SEED = 2**31
 GAME_LIMITS = Limits(max_turns=128, max_sampled_tokens=32_768)
 
 GAMES = frozenset(
@@ -138,7 +138,7 @@ class TextArena(Environment):
         _check(cls.variant)
         seeds = random.Random(seed or 0)
         for index in range(NUM_TASKS if count is None else count):
-            game_seed = seeds.randrange(NUM_SEEDS)
+            game_seed = seeds.randrange(MAX_GAME_SEED)
             yield RolloutTask(
                 f"{cls.variant}/{seed or 0}/{index}",
                 (Message("user", Game(cls.variant, game_seed).observation()),),

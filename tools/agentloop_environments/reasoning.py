@@ -23,7 +23,7 @@ from agentloop_environments.packages import import_package
 NUM_TASKS = 100
 """The number of tasks, unless `count` says otherwise."""
 
-TASKS_PER_SEED = 1_000_000
+MAX_GENERATED = 1_000_000
 """The tasks of one seed. A generator's task `i` of seed `s` is its task `i - 1` of seed `s + 1`."""
 
 WITHOUT_TASKS = frozenset({"composite"})
@@ -75,9 +75,9 @@ class ReasoningGym(Environment):
 
     @classmethod
     def choose_tasks(cls, seed: int | None, count: int | None) -> Iterable[RolloutTask]:
-        gym, num_tasks, seed = _package(), NUM_TASKS if count is None else min(count, TASKS_PER_SEED), seed or 0
+        gym, num_tasks, seed = _package(), NUM_TASKS if count is None else min(count, MAX_GENERATED), seed or 0
         system = Message("system", gym.utils.SYSTEM_PROMPTS["default"])
-        dataset = gym.create_dataset(cls.variant, seed=TASKS_PER_SEED * seed, size=max(1, num_tasks))
+        dataset = gym.create_dataset(cls.variant, seed=MAX_GENERATED * seed, size=max(1, num_tasks))
         for index in range(num_tasks):
             entry = _plain(dataset[index])
             yield RolloutTask(

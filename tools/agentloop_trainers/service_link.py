@@ -124,19 +124,19 @@ class ServiceLink:
         self.version, self.last_push = report.version, report
         return report
 
-    def standstill(self) -> str:
+    def unavailable(self) -> str:
         """Return the reason that the service makes no progress, with the names of affected parts. Never raises."""
 
         async def ask(client: RolloutClient) -> ServiceStatus:
             return await client.status()
 
         try:
-            return describe_standstill(self.call(ask, _STATUS_TIMEOUT_S))
+            return describe_unavailability(self.call(ask, _STATUS_TIMEOUT_S))
         except (AgentLoopError, concurrent.futures.CancelledError) as error:
             return f"the status of the service is unavailable: {error}"
 
 
-def describe_standstill(status: ServiceStatus) -> str:
+def describe_unavailability(status: ServiceStatus) -> str:
     """Return the reasons that a service makes no progress (update, queue, degraded parts) and its current load."""
     reasons = []
     if (update := status.update) is not None:

@@ -207,7 +207,7 @@ class AsyncRollouts:
         if age_s > stale_after_s:
             failed = f"; {self._num_failed} trajectories failed, the last: {self._last_failure}"
             raise DeadlineExceeded(
-                f"no row for {age_s:.0f} s from {self._link.url}: {self._link.standstill()}"
+                f"no row for {age_s:.0f} s from {self._link.url}: {self._link.unavailable()}"
                 + (failed if self._num_failed else "")
             )
 
@@ -404,7 +404,7 @@ class SyncRollouts:
         try:
             groups = self._link.call(roll_out, self._timeout_s)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{error.message}: {self._link.standstill()}") from error
+            raise DeadlineExceeded(f"{error.message}: {self._link.unavailable()}") from error
         eos_id = int(trainer.processing_class.eos_token_id)
         rows = {index: row for key, group in groups for index, row in self._placed(indexes[key], group, trainer)}
         columns = [_completion(rows.get(index), eos_id) for index in range(len(prompts))]

@@ -16,12 +16,13 @@ import structlog
 from agentloop import parts
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
 from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, self_test, without_calls
-from agentloop.parsers.base import Parser
+from agentloop.parsers.base import NoCallsParser, Parser, ReasoningDelimiters
 from agentloop.parsers.by_name import choose_parser, get_parser
 from agentloop.parsers.call_format import FormatParser
 from agentloop.plugins import resolve
 from agentloop.rendering.port import Renderer
-from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
+from agentloop.rendering.prompt_text import has_template
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, TextOnlyRenderer
 from agentloop.types import JSON, Message, Thinking
 from agentloop_servers.config.service import ChatSettings, located
 
@@ -60,10 +61,12 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
         parser=chosen.name,
         because=chosen.reason,
         tools=facts.supports_tools,
-        thoughts=chosen.test.thoughts,
+        reasoning=chosen.test.reasoning,
         stop_tokens=" ".join(facts.stop_tokens),
     )
-    if isinstance(chosen.renderer, _WithoutTools):
+    if isinstance(chosen.renderer, TextOnlyRenderer):
+        _log.warning("chat_off", because=chosen.renderer.objection)
+    elif isinstance(chosen.renderer, _WithoutTools):
         _log.warning("tools_off", because=facts.tools_objection)
     for turns, problem in (
         ("tool_turns", facts.tool_turns),
@@ -83,6 +86,8 @@ def load_renderer(folder: Path, settings: ChatSettings) -> Renderer:
     render_settings = _render_settings(settings)
     name = settings.renderer
     if name == "template":
+        if render_settings.template_file is None and not has_template(folder):
+            return TextOnlyRenderer.from_directory(folder, render_settings)
         return TemplateRenderer.from_directory(folder, render_settings)
     kind, _, family = name.partition(":")
     if parts.is_known(parts.RENDERERS, kind):
@@ -110,8 +115,12 @@ def load_renderer(folder: Path, settings: ChatSettings) -> Renderer:
 def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> ChatFormat:
     """Choose the parser according to the settings, and test it. Raises InvalidRequest and ParserMismatch.
 
-    With `auto`, a model whose calls no parser reads is served without tools.
+    With `auto`, a model whose calls no parser reads is served without tools. A model without a chat template has no
+    turns to parse.
     """
+    if isinstance(renderer, TextOnlyRenderer):
+        nothing = NoCallsParser(ReasoningDelimiters())
+        return ChatFormat(renderer, nothing, NO_PARSER, renderer.objection, SelfTest(False, False))
     if settings.parser == NO_PARSER:
         return _without_tools(renderer, "it is configured")
     if settings.parser != AUTO:

@@ -45,6 +45,8 @@ COMMANDS = {
 OF_PARTS = {
     "view": "Show a run's trajectories in the browser.",
     "export": "Export a run's trajectories, also while it is running.",
+    "eval": "Evaluate a served policy on environments, and compare two evaluations.",
+    "models": "List published models, and download one as a model folder.",
     "check-logprobs": "Compare a run's recorded logprobs with those of the checkpoints that sampled them.",
 }
 """By command of an optional part: its line in the help."""

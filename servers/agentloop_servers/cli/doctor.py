@@ -29,10 +29,12 @@ from agentloop import __version__
 from agentloop.errors import AgentLoopError
 from agentloop.parts import PARTS
 from agentloop.plugins import DISTRIBUTION, resolve
-from agentloop.rendering.port import Renderer
+from agentloop.rendering.port import ModelFacts, Renderer
+from agentloop.rendering.renderer import TextOnlyRenderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
 from agentloop_servers.cluster.host import NICENESS
+from agentloop_servers.config.models import with_model_folders
 from agentloop_servers.config.service import ServiceConfig, located, model_sizes, weight_bytes
 from agentloop_servers.engines.common.versions import DRIVEN, objection
 
@@ -64,7 +66,11 @@ def _group() -> None:
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="A model folder: how a service would render and read it.")
+        str | None,
+        typer.Option(
+            help="A model, to see how a service would render and read it: a folder, a name of"
+            " `agentloop models list`, a Hugging Face id, or a .gguf file."
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A Serve config: its model, with its chat settings.")] = None,
     parser: Annotated[str | None, typer.Option(help="A parser, as `chat.parser` of a config.")] = None,
@@ -92,7 +98,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examined(model: Path | None, config: Path | None, chat: dict[str, str | None]) -> list[Check]:
+def _examined(model: str | None, config: Path | None, chat: dict[str, str | None]) -> list[Check]:
     """Examine a model; a config that cannot be read is the finding."""
     changed = {name: value for name, value in chat.items() if value is not None}
     try:
@@ -100,7 +106,11 @@ def _examined(model: Path | None, config: Path | None, chat: dict[str, str | Non
             ServiceConfig.load(located(str(config))) if config is not None else ServiceConfig(model=str(model))
         )
         if model is not None:
-            settings = settings.model_copy(update={"model": str(model)})
+            settings = settings.model_copy(update={"model": model})
+        try:
+            settings = with_model_folders(settings, lambda line: typer.echo(line, err=True))
+        except AgentLoopError as error:
+            return [Check("model", False, error.message)]
         changed_chat = settings.chat.model_copy(update=changed)
         return examine_model(settings.model_copy(update={"chat": changed_chat}))
     except AgentLoopError as error:
@@ -314,9 +324,18 @@ def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
     stops = [
         f"{text} {token_id}" for text, token_id in zip(facts.stop_tokens, renderer.stop_token_ids, strict=False)
     ]
-    yield Check("chat format", True, _format_of(config))
+    # A base model is served without chat, so this is not an error.
+    has_chat = not isinstance(renderer, TextOnlyRenderer)
+    yield Check(
+        "chat format", has_chat, _format_of(config) if has_chat else TextOnlyRenderer.objection, is_needed=has_chat
+    )
     yield Check("vocabulary", True, f"{renderer.vocab_size:,} ids, {len(facts.literals)} of them marks")
     yield Check("stop tokens", True, ", ".join(stops))
+    if has_chat:
+        yield from _of_turns(facts, config)
+
+
+def _of_turns(facts: ModelFacts, config: ServiceConfig) -> Iterator[Check]:
     shown = (
         "shown to the model" if facts.shows_calls else "shown to the model; its earlier calls in their sampled form"
     )
@@ -353,13 +372,15 @@ def _bridge(name: str, problem: str | None) -> Check:
 
 
 def _of_parser(chosen: ChatFormat) -> Iterator[Check]:
+    if isinstance(chosen.renderer, TextOnlyRenderer):
+        return
     test = chosen.test
-    opened = ", opened by the prompt" if test.opens_thought else ""
-    has_thoughts, marks = test.thoughts or test.opens_thought, chosen.parser.marks.thoughts
-    thoughts = f"{marks.open} {marks.close}{opened}" if has_thoughts else "not written"
-    yield Check("reasoning", has_thoughts, thoughts, is_needed=False)
+    opened = ", opened by the prompt" if test.opens_reasoning else ""
+    has_reasoning, marks = test.reasoning or test.opens_reasoning, chosen.parser.delimiters.reasoning
+    thoughts = f"{marks.open} {marks.close}{opened}" if has_reasoning else "not written"
+    yield Check("reasoning", has_reasoning, thoughts, is_needed=False)
     yield Check("parser", True, f"{chosen.name}: {chosen.reason}")
-    read = ["an answer", *(["reasoning"] if test.thoughts else []), *(["a call"] if test.call_text else [])]
+    read = ["an answer", *(["reasoning"] if test.reasoning else []), *(["a call"] if test.call_text else [])]
     yield Check("self-test", True, f"{', '.join(read)}: rendered and parsed again")
     if test.call_text:
         yield Check("a call", True, test.call_text.strip().replace("\n", "⏎"))

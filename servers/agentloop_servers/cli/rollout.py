@@ -26,23 +26,47 @@ from agentloop_servers.cli.terminal import (
     DEFAULT_CONFIG,
     AdminKey,
     ApiKey,
+    Model,
     Out,
+    TaskCount,
+    TaskSeed,
     clear_errors,
     find_modules_here,
     given,
+    loaded_config,
     run_to_end,
 )
 from agentloop_servers.config.service import ServiceConfig
 
+Tasks = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file of tasks, one JSON object per line. Default: examples/data/tasks.jsonl; with --model"
+        " examples/data/short_answers.jsonl."
+    ),
+]
 Config = Annotated[Path, typer.Option("--config", help="The config file of the service to start.")]
 Keep = Annotated[
     int | None, typer.Option(min=1, help="Keep the first N complete trajectories of each task; cancel the rest.")
 ]
 SHIPPED_PUSH = Path("examples/tiny_policy/v1")
 SHIPPED_TASKS = Path("examples/data/tasks.jsonl")
+MODEL_TASKS = Path("examples/data/short_answers.jsonl")
 
 app = typer.Typer()
 
+EnvironmentName = Annotated[
+    str | None,
+    typer.Option(
+        "--environment",
+        help="Use an environment's tasks: a registered name, a task set such as bfcl:multi_turn_base or "
+        "reasoning_gym:chain_sum, or a path such as my_env:Shop.",
+    ),
+]
+Push = Annotated[
+    Path | None,
+    typer.Option(help=f"A folder of weights to push during the run; {SHIPPED_PUSH} for the shipped config."),
+]
 Agent = Annotated[
     str | None,
     typer.Option(help="Your agent, my_module:run: run(task, base_url, api_key) returns a reward or None."),
@@ -52,30 +76,18 @@ AgentCommand = Annotated[
     typer.Option(help="Your agent as a command, with OPENAI_BASE_URL, OPENAI_API_KEY and AGENTLOOP_TASK set."),
 ]
 
-FromEnvironment = Annotated[
-    str | None,
-    typer.Option(
-        help="Use an environment's tasks: a registered name, a task set such as bfcl:multi_turn_base or "
-        "reasoning_gym:chain_sum, or a path such as my_env:Shop."
-    ),
-]
-TaskCount = Annotated[int | None, typer.Option(min=1, help="The number of the environment's tasks. Default: all.")]
-TaskSeed = Annotated[int | None, typer.Option(min=0, help="Shuffle or generate the environment's tasks by it.")]
-
 
 @app.command()
 def rollout(
-    tasks: Annotated[Path, typer.Option(help="A file of tasks, one JSON object per line.")] = SHIPPED_TASKS,
-    environment: FromEnvironment = None,
+    tasks: Tasks = None,
+    environment: EnvironmentName = None,
     task_count: TaskCount = None,
     task_seed: TaskSeed = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories per task.")] = 2,
     keep: Keep = None,
     config: Config = DEFAULT_CONFIG,
-    push: Annotated[
-        Path | None,
-        typer.Option(help=f"A folder of weights to push during the run; {SHIPPED_PUSH} for the shipped config."),
-    ] = None,
+    model: Model = None,
+    push: Push = None,
     no_push: Annotated[bool, typer.Option("--no-push", help="Push no weights.")] = False,
     push_version: Annotated[int, typer.Option(min=0, help="The version of the pushed weights.")] = 1,
     push_after: Annotated[
@@ -108,18 +120,21 @@ def rollout(
         raise typer.BadParameter(
             "--max-staleness is not supported with agents: it applies to the service's own loops"
         )
-    if url is not None and config != DEFAULT_CONFIG:
+    if url is not None and (config != DEFAULT_CONFIG or model is not None):
         raise typer.BadParameter(
-            "--config and --url exclude each other: --config starts a service, --url uses a running one"
+            "--url excludes --config and --model: they start a service, --url uses a running one with its model"
         )
     with clear_errors():
-        shipped = SHIPPED_PUSH if url is None and config == DEFAULT_CONFIG else None
+        is_shipped = url is None and model is None and config == DEFAULT_CONFIG
+        shipped = SHIPPED_PUSH if is_shipped else None  # weights of the shipped model only
         weights = None
         if not no_push and (directory := push or shipped) is not None:
             weights = WeightPush(given("weights", "--push", directory), push_version, push_after)
-        source = _source(tasks, environment, task_seed, task_count)
+        source = _source(
+            tasks or (SHIPPED_TASKS if model is None else MODEL_TASKS), environment, task_seed, task_count
+        )
         options = RunOptions(source, samples, out, weights, limit, keep)
-        where = config if url is None else ServiceAddress(url, api_key, admin_key)
+        where = loaded_config(config, model, Console()) if url is None else ServiceAddress(url, api_key, admin_key)
         _roll_out(where, options, agent, agent_command, concurrency)
 
 
@@ -133,17 +148,22 @@ def _source(tasks: Path, environment: str | None, seed: int | None, count: int |
 
 
 def _roll_out(
-    where: Path | ServiceAddress, options: RunOptions, agent: str | None, command: str | None, concurrency: int
+    where: ServiceConfig | ServiceAddress,
+    options: RunOptions,
+    agent: str | None,
+    command: str | None,
+    concurrency: int,
 ) -> None:
     """Run on the service at an address, or start one, and show the summary. Exits with 1 after a failure."""
     console = Console()
-    settings: ServiceConfig | None = None
     if isinstance(where, ServiceAddress):
         run = partial(run_on, where)
     else:
-        settings = ServiceConfig.load(given("the config", "--config", where))
-        run = partial(load("own_service").run_rollout, settings)
-    program = load_program(agent, command, settings)
+        if options.push is not None:  # this run's own service may load the folder that its user pushes
+            roots = [*where.weight_roots, str(options.push.directory.parent)]
+            where = where.model_copy(update={"weight_roots": roots})
+        run = partial(load("own_service").run_rollout, where)
+    program = load_program(agent, command, where if isinstance(where, ServiceConfig) else None)
     collect_with = None if program is None else AgentCollect(program, concurrency)
     try:
         result = run_to_end(run(options, console, collect_with))

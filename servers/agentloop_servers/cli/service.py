@@ -13,7 +13,15 @@ from rich.console import Console
 from agentloop.observability.logs import LOG_NAME, configure_logging
 from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.run import link_latest
-from agentloop_servers.cli.terminal import DEFAULT_CONFIG, Out, clear_errors, given, run_to_end, store_of
+from agentloop_servers.cli.terminal import (
+    DEFAULT_CONFIG,
+    Model,
+    Out,
+    clear_errors,
+    loaded_config,
+    run_to_end,
+    store_of,
+)
 from agentloop_servers.config.service import ServiceConfig, run_dir_in
 from agentloop_servers.local import drain, running_service
 from agentloop_servers.run.locks import take_run_lock
@@ -27,6 +35,7 @@ def serve(
     config: Annotated[
         Path | None, typer.Option("--config", help=f"The config file. Default: {DEFAULT_CONFIG}.")
     ] = None,
+    model: Model = None,
     out: Out = Path("runs"),
     resume: Annotated[
         str | None,
@@ -40,10 +49,12 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Run the service, on a local Ray or on a Ray cluster, until Ctrl-C or SIGTERM."""
+    if resume is not None and model is not None:
+        raise typer.BadParameter("--model and --resume exclude each other: a run continues with its own model")
     with clear_errors():
         run_dir = None if resume is None else folder_of(store_of(resume))
         saved = None if run_dir is None or config is not None else resumed_config(run_dir)
-        settings = saved or ServiceConfig.load(given("the config", "--config", config or DEFAULT_CONFIG))
+        settings = saved or loaded_config(config or DEFAULT_CONFIG, model, Console())
         if run_dir is None:
             run_dir = run_dir_in(out) if settings.run_dir is None else Path(settings.run_dir)
         restore_run(settings, run_dir)

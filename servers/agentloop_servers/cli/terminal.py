@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,7 +17,8 @@ from rich.console import Console
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import STORE_NAME
-from agentloop_servers.config.service import CHECKOUT, located
+from agentloop_servers.config.models import fitted, with_model_folders
+from agentloop_servers.config.service import CHECKOUT, ServiceConfig, located
 from agentloop_servers.run.store import has_store, store_in
 
 T = TypeVar("T")
@@ -25,9 +26,25 @@ T = TypeVar("T")
 Url = Annotated[str, typer.Option("--url", envvar="AGENTLOOP_URL", help="The URL of the service.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="AGENTLOOP_KEY", help="A user's API key.")]
 AdminKey = Annotated[str | None, typer.Option("--admin-key", envvar="AGENTLOOP_ADMIN_KEY", help="The admin key.")]
+TaskCount = Annotated[
+    int | None, typer.Option(min=1, help="Use this many of the environment's tasks. Default: all.")
+]
+TaskSeed = Annotated[
+    int | None, typer.Option(min=0, help="Shuffle or generate the environment's tasks with this seed.")
+]
 Out = Annotated[Path, typer.Option("--out", help="The parent folder of run directories.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="A model in place of the config's: a folder, a name of `agentloop models list`, a Hugging Face id"
+        " (org/name or org/name@revision), or a .gguf file.",
+    ),
+]
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONFIG = Path("servers/cpu.yaml")
+PLAIN: Mapping[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+"""Options with which a rich Console prints a line unchanged."""
 
 
 def given(what: str, option: str, path: Path) -> Path:
@@ -37,6 +54,16 @@ def given(what: str, option: str, path: Path) -> Path:
         where = "there" if path.is_absolute() else f"here, nor in {CHECKOUT}"
         raise InvalidRequest(f"cannot read {what}: {option} {path}: nothing of that name is {where}", param=option)
     return found
+
+
+def loaded_config(config: Path, model: str | None, console: Console) -> ServiceConfig:
+    """Return a config file's settings with the model folder, downloaded on first use. Raises InvalidRequest."""
+    settings = ServiceConfig.load(given("the config", "--config", config))
+    if model is not None:
+        settings = settings.model_copy(update={"model": model})
+    settings = with_model_folders(settings, lambda line: console.print(f"model    {line}", **PLAIN))
+    # The KV cache of the shipped config is too small for one context of most models.
+    return fitted(settings) if model is not None and config == DEFAULT_CONFIG else settings
 
 
 def store_of(run: str) -> Path | Home:

@@ -76,6 +76,7 @@ _REMOVED: Mapping[str, str] = {
     "engines.step_times": "delete the key (work is distributed by the KV capacity of each replica)",
     "engines.tells_cache": "delete the key (engines publish no KV events)",
     "log": "use `logrotate` or a similar program to limit the size of `service.log`",
+    "workers.max_standstill_s": "use `workers.max_unavailable_s`",
     "updates.consistency": (
         "delete the key (replicas swap weights one by one, or all at once if `engine.weight_staging` is none)"
     ),
@@ -141,7 +142,7 @@ class WorkerSettings(_Strict):
     `max_running`."""
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Timeout of one turn."""
-    max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0
+    max_unavailable_s: Annotated[float, Field(gt=0)] = 4 * 3600.0
     """Maximum total time that a trajectory waits without an available replica, or frozen in a pause."""
     isolation: str = "none"
     """`process`: run each trajectory in its own process, so that user code can harm only its own trajectory.
@@ -282,7 +283,7 @@ class UpdateSettings(_Strict):
 
 
 class WeightStoreSettings(_Strict):
-    """A store of published weight versions that the service follows. See docs/guides/contracts.md."""
+    """A store of published weight versions that the service follows. See docs/guides/published-versions.md."""
 
     store: Annotated[str, Field(pattern=r"^(/|[a-z][a-z0-9+.:-]*://).")]
     """A directory or an fsspec URL, for example `s3://BUCKET/PREFIX`; credentials come from the environment."""
@@ -299,7 +300,7 @@ class WeightStoreSettings(_Strict):
 
 
 class BalancerSettings(_Strict):
-    """Admission and placement of work; all settings are optional. See docs/guides/operations.md."""
+    """Admission and placement of work; all settings are optional. See docs/concepts/balancing.md."""
 
     limits_kv: bool = True
     """Queue samples while the running ones may need all KV; false: start all samples immediately."""
@@ -321,7 +322,7 @@ class BalancerSettings(_Strict):
 
 
 class RetentionSettings(_Strict):
-    """Automatic deletion of records; by default none are deleted. See docs/guides/operations.md."""
+    """Automatic deletion of records; by default none are deleted. See docs/guides/storage.md."""
 
     delete_acknowledged: bool = False
     """Delete records that a trainer has acknowledged."""
@@ -358,7 +359,8 @@ class ModelConfig(_Strict):
     mode: Mode = Mode.STANDALONE
     """The owner of the accelerators and the source of weights: `standalone`, `hybrid`, `colocated` or `debug`."""
     model: str
-    """Path of the model's folder."""
+    """A folder, a name of `agentloop models list`, a Hugging Face id (`org/name`, `org/name@revision`), or a .gguf
+    file."""
     model_version: Annotated[int, Field(ge=0)] = 0
     """Weight version of the model's folder."""
     replicas: Annotated[int, Field(ge=1)] = 1
@@ -659,9 +661,8 @@ class ServiceConfig(ModelConfig):
         path = located(self.model)
         if not (path / "config.json").is_file():
             raise InvalidRequest(
-                f"no model at {self.model}: 'model' must be a Hugging Face folder with config.json, safetensors and"
-                " a tokenizer; download a model from a hub first ('hf download NAME --local-dir DIR'), and convert"
-                " a .gguf file to such a folder",
+                f"no model at {self.model}: the folder has no config.json; expected a Hugging Face folder with"
+                " config.json, safetensors and a tokenizer",
                 param="model",
             )
         return path

@@ -72,7 +72,7 @@ def _num_prompt_tokens(task: RolloutTask) -> int:
     return sum(len(message.content) for message in task.messages) // _CHARS_PER_TOKEN
 
 
-def owed_record(pending: PendingRecord) -> Trajectory:
+def pending_record(pending: PendingRecord) -> Trajectory:
     """Return the record of a sample that no worker will finish."""
     sample = pending.sample
     return Trajectory(

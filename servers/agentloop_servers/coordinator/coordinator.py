@@ -350,8 +350,8 @@ class Coordinator:
             await self.replicas.sync.resolve_interrupted_update()
             try:
                 await self.places.look()
-                await self.rollouts.write_owed()
-                await self.replicas.sync.save_owed()
+                await self.rollouts.flush_pending()
+                await self.replicas.sync.save_pending()
             except StorageFull as error:  # logged by the store
                 self._log.debug("records_not_written", error=repr(error))
             except Exception as error:  # the disk may recover; pending writes stay pending

@@ -31,7 +31,7 @@ class SavedPlaces:
     disks: dict[int, str]  # process number -> disk
     holders: tuple[int, ...] = ()  # slot -> process number; empty until the first assignment
     inherited: frozenset[int] = frozenset()  # slots whose earlier owner was lost together with its sessions
-    heirs: dict[int, int] = field(default_factory=dict)  # number of a lost process -> its failover owner
+    failover_owners: dict[int, int] = field(default_factory=dict)  # number of a lost process -> its failover owner
 
 
 class EndpointPlaces:
@@ -79,8 +79,10 @@ class EndpointPlaces:
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
         """Return the numbers of the processes with a disk, and add numbers until there are `num`."""
         async with self._changing:
-            disks, heirs = self._saved.disks, self._saved.heirs
-            own = [number for number, its_disk in disks.items() if its_disk == disk and number not in heirs]
+            disks, failover_owners = self._saved.disks, self._saved.failover_owners
+            own = [
+                number for number, its_disk in disks.items() if its_disk == disk and number not in failover_owners
+            ]
             # It is starting
             self._seen_at.update((number, self._now()) for number in own if number in self._seen_at)
             new = range(len(disks), len(disks) + num - len(own))
@@ -93,7 +95,7 @@ class EndpointPlaces:
         self._seen_at[number] = self._now()
         self._urls[number], self._public_urls[number] = url, public_url
         saved = self._saved
-        return EndpointTable(dict(self._urls), saved.holders, self._lost, saved.inherited, saved.heirs)
+        return EndpointTable(dict(self._urls), saved.holders, self._lost, saved.inherited, saved.failover_owners)
 
     async def look(self) -> None:
         """Detect lost processes, and assign their slots to others."""
@@ -110,7 +112,7 @@ class EndpointPlaces:
         there = [number for number in disks if number in self._urls and number not in lost]
         async with self._changing:
             if self._are_taken_over and there:
-                await self._leave_to_heirs(lost, there)
+                await self._leave_to_failover_owners(lost, there)
             self._lost = lost
             held = self._saved.holders
             if not there or (not held and len(there) < self._num_processes and now - self._began_at < _SETTLES_S):
@@ -122,21 +124,24 @@ class EndpointPlaces:
                 inherited = self._saved.inherited | set(orphans if held and not self._are_taken_over else ())
                 await self._keep(replace(self._saved, holders=tuple(holders), inherited=inherited))
 
-    async def _leave_to_heirs(self, lost: frozenset[int], there: list[int]) -> None:
+    async def _leave_to_failover_owners(self, lost: frozenset[int], there: list[int]) -> None:
         """Assign the numbers and slots of lost processes, and those that they had taken over, to other
         processes."""
-        saved, gone = self._saved, lost - set(self._saved.heirs)
-        orphans = [*sorted(gone), *(number for number, heir in saved.heirs.items() if heir in lost)]
+        saved, gone = self._saved, lost - set(self._saved.failover_owners)
+        orphans = [
+            *sorted(gone),
+            *(number for number, failover_owner in saved.failover_owners.items() if failover_owner in lost),
+        ]
         slots = [slot for slot, number in enumerate(saved.holders) if number in lost]
         if not orphans and not slots:
             return
-        heirs, holders = dict(saved.heirs), list(saved.holders)
-        load = Counter([*heirs.values(), *holders])
-        _give(orphans, heirs, there, load)
+        failover_owners, holders = dict(saved.failover_owners), list(saved.holders)
+        load = Counter([*failover_owners.values(), *holders])
+        _give(orphans, failover_owners, there, load)
         _give(slots, holders, there, load)
         # The lost process's write lease is revoked in the same transaction, so it cannot write after the failover.
         leases = [sessions_lease(number) for number in gone]
-        await self._keep(replace(saved, heirs=heirs, holders=tuple(holders)), leases)
+        await self._keep(replace(saved, failover_owners=failover_owners, holders=tuple(holders)), leases)
 
     async def _keep(self, saved: SavedPlaces, revokes: Sequence[str] = ()) -> None:
         await self._save(saved, revokes)

@@ -64,7 +64,7 @@ from agentloop_servers.coordinator.assignments import (
     assignment,
     demand,
     needs_of_task,
-    owed_record,
+    pending_record,
 )
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
@@ -102,7 +102,7 @@ class _StoredCounts:
 class Rollouts:
     """Implements WorkerPort, RolloutPort and LeasePort.
 
-    Call `restore` once, then `look` and `write_owed` repeatedly.
+    Call `restore` once, then `look` and `flush_pending` repeatedly.
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class Rollouts:
         if num_deleted:
             self._log.info("records_deleted", num_rows_and_pages=num_deleted)
 
-    async def write_owed(self) -> None:
+    async def flush_pending(self) -> None:
         """Write the pending records of samples that no worker finishes.
 
         Re-raises the store's errors; failed records stay pending.
@@ -430,7 +430,7 @@ class Rollouts:
         owed = self.queue.pending_records(self._clock.now())
         for start in range(0, len(owed), MAX_RECORD_BATCH):
             items = owed[start : start + MAX_RECORD_BATCH]
-            made = [owed_record(item) for item in items]
+            made = [pending_record(item) for item in items]
             records = [EncodedRecord.of(one) for one in made]
             is_new = await self._store.add_records(records) == len(records)
             for item, one, record in zip(items, made, records, strict=True):
@@ -563,7 +563,7 @@ class Rollouts:
         cancellation = self.queue.cancel(rollout_id)
         self._changed.notify()
         await self._store.cancel(rollout_id)  # before the response, so that the next coordinator also cancels
-        await self.write_owed()
+        await self.flush_pending()
         num_dropped, num_running = len(cancellation.dropped), len(cancellation.running)
         self._log.info("rollout_cancelled", rollout=rollout_id, num_queued=num_dropped, num_running=num_running)
         return await self._by_id(rollout_id)

@@ -97,7 +97,7 @@ class NewSession:
     gives_unread_calls: bool = False
     task_messages: tuple[Message, ...] = ()
     traceparent: str = ""  # the W3C trace context of its caller
-    weight_version: VersionDemand | None = None  # of calls that demand none
+    weight_version: VersionDemand | None = None  # for calls without a version demand
     adapter: str = ""  # named as in `NamedAdapter`; empty: the base weights
 
 
@@ -555,7 +555,7 @@ class Sessions:
             self._evict()
             try:
                 await self._expire_all()
-                await self._record_owed()
+                await self._record_pending()
             except StorageFull as error:  # the store has logged it
                 _log.debug("sessions_not_settled", code=error.code, error=str(error))
             except AgentLoopError as error:  # the disk or the coordinator may recover; pending records stay pending
@@ -592,12 +592,12 @@ class Sessions:
         )
         _log.info("session_expired", session=session_id, was_open=is_open)
 
-    async def _record_owed(self) -> None:
+    async def _record_pending(self) -> None:
         """Record sessions that finished while the coordinator or this process was not running."""
         after = ""
-        while owed := await self.store.owed(after, _PAGE):
-            after = owed[-1]
-            for session_id in owed:
+        while pending := await self.store.pending(after, _PAGE):
+            after = pending[-1]
+            for session_id in pending:
                 async with self._locks.of(session_id):
                     try:
                         session = await self._found(session_id, None)

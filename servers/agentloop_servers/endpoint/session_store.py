@@ -1,15 +1,14 @@
-"""The sessions of one endpoint process: records, calls and turns, in a SQLite file that it alone writes, or, of all
-processes, in the tables of the run's database, where the process that takes over finds a lost one's.
+"""Stores the sessions of an endpoint process: records, calls and turns.
 
-Ownership: the file, through the one thread that touches it, and the open-call log beside it. In WAL mode with
-synchronous=NORMAL a commit survives a killed process, not a power cut: a session that is being talked to dies with
-its machine anyway, and a finished one is in the run's TrajectoryStore, which waits for the disk. In the database
-each row has its place (`ShardRouter.place_of`), and a process looks at its own places. What it commits renews its
-lease, and one that was given up commits nothing more.
+They are in a SQLite file that only this process writes, with a write-ahead log of open calls next to it, or in the
+tables of the run's database, where a failover owner finds the sessions of a lost process. In the database each row
+has a partition (`ShardRouter.place_of`), a process reads its own partitions only, each commit renews the process's
+lease, and a process without the lease commits nothing.
 
-Invariants: a call that began is in the open-call log, in `calls`, or in both: what `calls` says counts. One count
-numbers beginnings and ends, on and on over restarts: calls come back in the order they began, turns in the order
-they were committed. What is deleted or expired stays as a tombstone, and no write of a late call brings it back.
+Invariants: a started call is in the open-call log, in `calls`, or in both, and `calls` takes precedence. One
+counter, which continues over restarts, numbers the starts and ends of calls: calls are restored in the order of
+their starts, turns in the order of their commits. A deleted or expired session stays as a tombstone, and a late
+write of a call does not restore it.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ T = TypeVar("T")
 _log = structlog.stdlib.get_logger(__name__)
 
 MAX_WRITE_BATCH = 32
-"""Pieces of work in one transaction: as many calls go on at once when it is committed."""
+"""Maximum number of writes in a transaction. All calls that wait for it continue at once when it is committed."""
 
-_EXPIRY_SLACK = 1 / 16  # of the time to live: a session's expiry is written when it moved by that much
-_PROCESS_ENDED = "the endpoint's process ended meanwhile"
+_EXPIRY_SLACK = 1 / 16  # share of the time to live: an expiry is written only if it moved by at least this much
+_PROCESS_ENDED = "the endpoint's process ended during the call"
 _LIVE = frozenset({SessionState.OPEN, SessionState.FINISHED})
 
 _SESSIONS = """
@@ -63,7 +62,7 @@ CREATE TABLE IF NOT EXISTS calls (
     value BLOB NOT NULL, UNIQUE (session_id, call_id));
 CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_by_owner ON sessions (owner) WHERE state IN ('open', 'finished');
-CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
+CREATE INDEX IF NOT EXISTS pending_sessions ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
 """
 _OPEN_CALLS = """
 CREATE TABLE IF NOT EXISTS open_calls (
@@ -82,7 +81,7 @@ _SHARED = replace(_SCHEMA, tables=_SESSIONS.format(place=", place INTEGER NOT NU
 
 @dataclass(frozen=True, slots=True)
 class StoredCall:
-    """A call that has ended, with its turns: one row."""
+    """A finished call with its turns: one row of `calls`."""
 
     record: CallRecord
     nodes: tuple[Node, ...] = ()
@@ -90,7 +89,7 @@ class StoredCall:
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """A session as it is on disk. A tombstone has no record."""
+    """A session as stored. A tombstone has no record."""
 
     state: SessionState
     owner: str
@@ -102,10 +101,10 @@ class StoredSession:
 
 
 class SessionStore:
-    """The sessions on disk. `await start()`, and in the end `await close()`.
+    """The stored sessions of a process. Call `start` first and `close` last.
 
-    Every coroutine returns once its work is committed, and raises StorageFull when the disk is full,
-    ServiceUnavailable when it fails otherwise: nothing was stored then. `wall_s` is the time in seconds since 1970.
+    Every coroutine returns once its transaction is committed. It raises StorageFull if the disk is full and
+    ServiceUnavailable for other failures; nothing is stored then. `wall_s` returns seconds since 1970.
     """
 
     def __init__(
@@ -117,32 +116,37 @@ class SessionStore:
         min_free_bytes: int = 0,
         shards: ShardRouter | None = None,
     ) -> None:
-        """`where` is a file, or a home, in which `shards` says what is this process's. `executor` runs one call at
-        a time; a thread of its own by default. With fewer than `min_free_bytes` free on the disk no session is
-        created."""
+        """`where` is a file, or a storage backend in which `shards` has the partitions of this process.
+
+        `executor` runs one call at a time; by default it is one new thread. With fewer than `min_free_bytes` free
+        on the disk no session is created.
+        """
         self._where = Path(where) if isinstance(where, str) else where
-        self._shards = None if isinstance(where, str | Path) else shards  # None: all of a file is this process's
+        self._shards = (
+            None if isinstance(where, str | Path) else shards
+        )  # None: a file belongs to this process alone
         self._failure = sqlite3.Error if isinstance(where, str | Path) else where.failure
         self._lease: Ownership | None = None
         self._lease_number: int | None = None
-        self.is_taken_over = False  # another process has these sessions, or a later life of this one
+        self.is_taken_over = False  # another process owns these sessions
         self._room = DiskRoom(folder_of(where), min_free_bytes)
         self._wall_s = wall_s
         self._executor = executor or one_thread("sessions")
         self._writer: BatchWriter | None = None
         self._log = OpenCallsLog(self._log_path)
         self._notes = OwnedTasks("open-calls")
-        self._number = 0  # the last of a beginning or an end
+        self._number = 0  # the last number given to a call's start or end
 
     @property
     def _log_path(self) -> Path | None:
         return self._where.with_suffix(".open-calls") if isinstance(self._where, Path) else None
 
     async def start(self) -> int:
-        """Open the files; calls that a dead process left open have failed. Returns how many sessions are open.
+        """Open the files, and fail the calls that an earlier process left open. Returns the number of open
+        sessions.
 
-        Raises InvalidRequest if the file is no session store, StorageFull when the disk is full or read-only, and
-        ServiceUnavailable when it fails otherwise.
+        Raises InvalidRequest if the file is not a session store, StorageFull if the disk is full or read-only, and
+        ServiceUnavailable for other failures.
         """
         loop = asyncio.get_running_loop()
         if not isinstance(self._where, Path):
@@ -168,9 +172,9 @@ class SessionStore:
         return await self._run(lambda db: _num_open(db, ""))
 
     async def take_in(self, places: Collection[int]) -> int:
-        """Make the sessions at these places this process's, in a database: calls that are open there have failed.
+        """Take over the sessions of these partitions of a database, and fail their open calls.
 
-        Returns how many of the sessions are open.
+        Returns the number of open sessions among them.
         """
 
         def work(db: Database) -> int:
@@ -189,26 +193,29 @@ class SessionStore:
         return await self._run(work)
 
     async def close(self) -> None:
-        """Finish what waits, then let go of the files. Idempotent."""
+        """Commit the pending writes, then close the files. Idempotent."""
         if self._writer is not None:
             await self._notes.close()
             await self._writer.close()
             self._log.close()
 
-    # --- the journal of a session ---
+    # Journal of a session
 
     def open_call(self, session_id: str, call_record: CallRecord) -> None:
-        """Keep an accepted call, before it is sampled. Raises ServiceUnavailable, and nothing is kept then."""
+        """Record an accepted call before it is sampled. Raises ServiceUnavailable; nothing is recorded then."""
         (number,) = self._next_numbers(1)
         self._log.add(number, session_id, call_record)
-        if self._shards is not None:  # committed a moment later: a lost host may have begun one that is not there
+        if self._shards is not None:
+            # Not awaited: if the host is lost before the commit, the database has no record of this call.
             row = (session_id, call_record.call_id, number, codec.encode(call_record))
             statement = "INSERT INTO open_calls VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
             self._notes.start(self._run(lambda db: db.execute(statement, row).rowcount))
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
-        """Keep a call with its turns, committed or failed, in place of an earlier record of it. Raises
-        SessionNotFound for a tombstone."""
+        """Store a committed or failed call with its turns, and replace an earlier record of it.
+
+        Raises SessionNotFound for a tombstone.
+        """
         opened, (number,) = self._log.of_call(session_id, call_record.call_id), self._next_numbers(1)
         began = number if opened is None else opened.number
         stored = StoredCall(call_record, tuple(nodes))
@@ -224,9 +231,10 @@ class SessionStore:
         await self._run(work, lambda: self._log.remove(session_id, call_record.call_id))
 
     async def save(self, record: SessionRecord) -> bool:
-        """Replace a session's record. Returns true if this has finished it.
+        """Replace a session's record. Returns True if this write finished the session.
 
-        Raises SessionNotFound for a tombstone, and SessionFinished rather than open it again.
+        Raises SessionNotFound for a tombstone, and SessionFinished if the record would open a finished session
+        again.
         """
 
         def work(db: Database) -> bool:
@@ -241,10 +249,10 @@ class SessionStore:
 
         return await self._run(work)
 
-    # --- a session's life ---
+    # Lifecycle of a session
 
     async def create(self, record: SessionRecord) -> bool:
-        """Store a new session. False: its id was used before. Raises StorageFull."""
+        """Store a new session. Returns False if its id was used before. Raises StorageFull."""
         self._room.check()
         expires_at = self._wall_s() + record.ttl_s
         row: tuple[object, ...] = (record.session_id, record.owner, record.state, 0, record.ttl_s, expires_at)
@@ -259,29 +267,31 @@ class SessionStore:
         return await self._run(work)
 
     async def load(self, session_id: str) -> StoredSession | None:
-        """Load a session with everything it has, or its tombstone; None for an id that was never used."""
+        """Return a session with its calls and turns, or its tombstone; None for an id that was never used."""
         open_calls = self._log.of_session(session_id)
         stored, last_number = await self._run(lambda db: self._load(db, session_id, open_calls))
         self._number = max(self._number, last_number)  # another process may have counted further
         return stored
 
     async def mark_recorded(self, session_id: str) -> None:
-        """Note that a finished session's record is in the run's store, or never will be."""
+        """Record that a finished session's trajectory is in the run's store, or is never written there."""
         statement = "UPDATE sessions SET is_recorded = 1 WHERE session_id = ?"
         await self._run(lambda db: db.execute(statement, (session_id,)).rowcount)
 
     async def is_recorded(self, session_id: str) -> bool:
-        """Tell if a finished session's record needs no more care."""
+        """Return True if `mark_recorded` was called for a session."""
         statement = "SELECT 1 FROM sessions WHERE session_id = ? AND is_recorded = 1"
         return await self._run(lambda db: db.execute(statement, (session_id,)).fetchone() is not None)
 
     async def extend(self, session_id: str) -> None:
-        """Let a session live for its whole time from now."""
+        """Restart a session's time to live."""
         await self._run(lambda db: self._extend(db, session_id))
 
     async def delete(self, session_id: str, state: SessionState | None) -> bool:
-        """Delete a session with its calls. A tombstone in `state` remains; None: nothing. Returns true if it was
-        open."""
+        """Delete a session with its calls. Returns True if it was open.
+
+        A tombstone with `state` remains; with None nothing remains.
+        """
 
         def work(db: Database) -> bool:
             was_open = _state_of(db, session_id) is SessionState.OPEN
@@ -297,8 +307,11 @@ class SessionStore:
         return await self._run(work, lambda: self._log.remove_all(session_id))
 
     async def last_use(self, places: Collection[int] = ()) -> float:
-        """Return about the latest use of a live session, in seconds since 1970; 0 without one. `places`, in a
-        database, are the ones that count, and not the own ones."""
+        """Return the approximate time of the latest use of a live session, in seconds since 1970; 0 without a
+        session.
+
+        In a database, `places` selects other partitions than this process's own.
+        """
         statement = (
             "SELECT COALESCE(MAX(expires_at - ttl_s * ?), 0) FROM sessions"
             f" WHERE state IN ('open', 'finished'){self._own(places)}"
@@ -306,8 +319,10 @@ class SessionStore:
         return await self._run(lambda db: float(db.execute(statement, (1 + _EXPIRY_SLACK,)).fetchone()[0]))
 
     async def spare(self, grace_s: float, places: Collection[int] = ()) -> None:
-        """Let every live session live for `grace_s`, or its whole time, from now: it was out of reach before.
-        `places` as in `last_use`."""
+        """Extend live sessions to `grace_s` from now, at most their time to live: they could not be used before.
+
+        `places` is as in `last_use`.
+        """
         spared = "? + CASE WHEN ttl_s < ? THEN ttl_s ELSE ? END"
         statement = (
             f"UPDATE sessions SET expires_at = {spared}"
@@ -317,7 +332,7 @@ class SessionStore:
         await self._run(lambda db: db.execute(statement, values).rowcount)
 
     async def expired(self, limit: int) -> list[str]:
-        """Return up to `limit` live sessions whose time is over, the oldest first."""
+        """Return up to `limit` live sessions past their expiry, the earliest expiry first."""
         statement = (
             "SELECT session_id FROM sessions WHERE state IN ('open', 'finished') AND expires_at <= ?"
             f"{self._own()} ORDER BY expires_at LIMIT ?"
@@ -326,7 +341,7 @@ class SessionStore:
         return await self._run(lambda db: [row[0] for row in db.execute(statement, arguments)])
 
     async def shown_as(self, shown_id: str) -> list[str]:
-        """Return the ids of up to 8 live sessions that their owners know by this id. Scans all sessions."""
+        """Return the ids of up to 8 live sessions that owners address by this id. Scans all sessions."""
         statement = (
             "SELECT session_id FROM sessions WHERE state IN ('open', 'finished')"
             f" AND substr(session_id, instr(session_id, '~') + 1) = ?{self._own()} LIMIT 8"
@@ -334,16 +349,16 @@ class SessionStore:
         return await self._run(lambda db: [row[0] for row in db.execute(statement, (shown_id,)).fetchall()])
 
     async def num_of_owners(self, places: Collection[int] = ()) -> dict[str, int]:
-        """Count the open sessions of each owner. `places` are as in `last_use`."""
+        """Return the number of open sessions of each owner. `places` is as in `last_use`."""
         statement = f"SELECT owner, COUNT(*) FROM sessions WHERE state = 'open'{self._own(places)} GROUP BY owner"
         return await self._run(lambda db: dict(db.execute(statement).fetchall()))
 
     async def of_owners(self, owners: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
-        """Return up to `limit` live sessions of these owners after id `after`, as owners know it, in that order."""
-        marks = ", ".join("?" * len(owners))
+        """Return up to `limit` live sessions of these owners, ordered by their shown ids, after id `after`."""
+        placeholders = ", ".join("?" * len(owners))
         shown = "substr(session_id, instr(session_id, '~') + 1) COLLATE BINARY"  # as `shown_id` does
         statement = (
-            f"SELECT value FROM sessions WHERE owner IN ({marks})"
+            f"SELECT value FROM sessions WHERE owner IN ({placeholders})"
             f" AND state IN ('open', 'finished') AND {shown} > ?{self._own()} ORDER BY {shown} LIMIT ?"
         )
 
@@ -353,15 +368,13 @@ class SessionStore:
 
         return await self._run(work)
 
-    async def owed(self, after: str, limit: int) -> list[str]:
-        """Return up to `limit` finished sessions after id `after`, by id, that the run's store lacks."""
+    async def pending(self, after: str, limit: int) -> list[str]:
+        """Return up to `limit` finished sessions that the run's store does not have, by id, after id `after`."""
         statement = (
             "SELECT session_id FROM sessions WHERE state = 'finished' AND is_recorded = 0 AND session_id > ?"
             f"{self._own()} ORDER BY session_id LIMIT ?"
         )
         return await self._run(lambda db: [row[0] for row in db.execute(statement, (after, limit))])
-
-    # --- inside ---
 
     async def _run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
         if self._writer is None:
@@ -372,23 +385,23 @@ class SessionStore:
             raise ServiceUnavailable(f"the session store failed: {error}") from error
 
     def _take_lease(self, db: Database) -> None:
-        """Take the lease from an earlier process of this number: who has the number's lock is the only one."""
+        """Take the lease of an earlier process with this number. The number's lock excludes other processes."""
         assert self._lease is not None
         self._lease.revoke(db)
         self._lease_number = self._lease.take(db, None, 0)
 
     def _check_owner(self, db: Database) -> None:
-        """Raise ServiceUnavailable once these sessions are another process's. Renews the lease."""
+        """Renew the lease. Raises ServiceUnavailable if another process has taken it."""
         if self._lease is None or (own := self._lease_number) is None:
             return
         if self._lease.newest(db, own) != own:
             if not self.is_taken_over:
                 _log.error("sessions_taken_over", lease=own)
             self.is_taken_over = True
-            raise ServiceUnavailable("another process has taken these sessions over")
+            raise ServiceUnavailable("another process has taken over these sessions")
 
     def _own(self, places: Collection[int] = ()) -> str:
-        """Return the condition, after others, for the sessions of this process, or at these places."""
+        """Return the SQL condition for the sessions of these partitions; of this process's by default."""
         return "" if self._shards is None else f" AND {_at(places or self._shards.places)}"
 
     def _next_numbers(self, num: int) -> Sequence[int]:
@@ -396,7 +409,7 @@ class SessionStore:
         return range(first, first + num)
 
     def _extend(self, db: Database, session_id: str) -> None:
-        """Move the expiry: never too early, and at most the slack too late."""
+        """Move the expiry if it is due. It is never too early, and at most the slack too late."""
         now = self._wall_s()
         db.execute(
             "UPDATE sessions SET expires_at = ? + ttl_s * ? WHERE session_id = ? AND expires_at < ? + ttl_s",
@@ -406,7 +419,7 @@ class SessionStore:
     def _load(
         self, db: Database, session_id: str, open_calls: Sequence[OpenCall]
     ) -> tuple[StoredSession | None, int]:
-        """Return a session, and the last number that a call of it has."""
+        """Return a session, and the last number of its calls."""
         columns = "state, owner, is_recorded, expires_at, value"
         row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         if row is None:
@@ -428,7 +441,7 @@ class SessionStore:
         return stored, rows[-1][2] if rows else 0
 
 
-# --- in the thread, inside its transaction: what raises does so before it writes ---
+# The functions below run in the writer's thread, inside its transaction. They raise before they write.
 
 
 def _state_of(db: Database, session_id: str) -> SessionState | None:
@@ -438,7 +451,7 @@ def _state_of(db: Database, session_id: str) -> SessionState | None:
 
 
 def _require(db: Database, session_id: str, allowed: frozenset[SessionState]) -> tuple[SessionState, float]:
-    """Return the session's state, if it is an allowed one, and the time until which it needs no later expiry.
+    """Return the session's state, which must be allowed, and the time until which its expiry need not move.
 
     Raises SessionNotFound or SessionFinished.
     """
@@ -453,7 +466,7 @@ def _require(db: Database, session_id: str, allowed: frozenset[SessionState]) ->
 
 
 def _put_call(db: Database, session_id: str, call: StoredCall, number: int, began: int) -> None:
-    """Write a call down that ended as `number`, in its old place if it has one."""
+    """Insert a call that ended as `number`, or replace its row."""
     row = (number, began, session_id, call.record.call_id, codec.encode(call))
     db.execute(
         "INSERT INTO calls VALUES (?, ?, ?, ?, ?) ON CONFLICT (session_id, call_id) DO UPDATE"
@@ -463,7 +476,7 @@ def _put_call(db: Database, session_id: str, call: StoredCall, number: int, bega
 
 
 def _last_number(db: Database) -> int:
-    """Return the greatest number there is: a call ends after it began."""
+    """Return the greatest number of a call's end, which is greater than that of its start."""
     return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM calls").fetchone()[0])
 
 

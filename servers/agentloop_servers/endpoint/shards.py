@@ -145,7 +145,11 @@ class ShardRouter:
         return -1 - _slot(session_id, len(self._table.holders)) if made is None else int(made[1], 16)
 
     def _places_in(self, table: EndpointTable) -> frozenset[int]:
-        numbers = {number for number in (self._rank, *table.heirs) if table.heirs.get(number, number) == self._rank}
+        numbers = {
+            number
+            for number in (self._rank, *table.failover_owners)
+            if table.failover_owners.get(number, number) == self._rank
+        }
         return frozenset(numbers | {-1 - slot for slot, number in enumerate(table.holders) if number == self._rank})
 
     def new_id(self) -> str:
@@ -298,7 +302,7 @@ class ShardRouter:
             rank = int(made[1], 16)
             if self._num_processes is not None and rank >= self._num_processes:
                 raise SessionNotFound(f"there is no session {shown_id(session_id)!r}", param="session_id")
-            return self._table.heirs.get(rank, rank)
+            return self._table.failover_owners.get(rank, rank)
         if not holders:
             raise ServiceUnavailable("the endpoint is starting and has no session holders yet; retry")
         return holders[_slot(session_id, len(holders))]

@@ -45,7 +45,7 @@ class TokenCallLimits:
 
     idle_s: float = 60.0  # without a call, until an affinity releases its lease
     max_affinities: int = 16_384
-    max_standstill_s: float = (
+    max_unavailable_s: float = (
         3600.0  # time without a replica, paused or updating that does not count for a call's deadline
     )
     num_scores: int = 8  # concurrent scores: more prefills would not run faster, but use the engines' KV
@@ -170,7 +170,7 @@ class TokenCalls:
         switches: Sequence[AbortSwitch],
         show: Show | None,
     ) -> list[Reply]:
-        reading = Reading((), 0, reads_calls=False, reads_thoughts=chat_call.prompt_ids is None)
+        reading = Reading((), 0, reads_calls=False, reads_reasoning=chat_call.prompt_ids is None)
         whole = TurnRequest(request, reading, chat_call.stop)
         choices = [
             replace(whole, choice_index=index, switch=switches[index] if switches else None)
@@ -204,7 +204,7 @@ class TokenCalls:
     @asynccontextmanager
     async def _deadline(self, timeout_s: float) -> AsyncIterator[Deadline]:
         try:
-            async with Deadline.moving(timeout_s, self._limits.max_standstill_s) as deadline:
+            async with Deadline.moving(timeout_s, self._limits.max_unavailable_s) as deadline:
                 yield deadline
         except TimeoutError as error:
             raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from error

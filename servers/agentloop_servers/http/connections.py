@@ -40,7 +40,7 @@ class ConnectionLimits:
     max_unfinished: int = 4096  # connections without a complete request
     max_unfinished_of_address: int = 2048
     max_idle: int = 8192  # connections between two requests
-    look_interval_s: float = 1.0  # between two deadline checks
+    check_interval_s: float = 1.0  # between two deadline checks
 
 
 class HeadersTimeout(InvalidRequest):
@@ -110,7 +110,7 @@ class Connections:
         """Close connections whose deadline has passed, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self.limits.look_interval_s)
+            await asyncio.sleep(self.limits.check_interval_s)
             now = loop.time()
             for one in tuple(self._all):
                 one.look(now)

@@ -279,7 +279,9 @@ class TickLimiter:
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(strides)  # bounded by the connections
         self._num_open: Counter[str] = Counter()  # requests of known users
         self._seen: dict[str, float] = {}  # time of each known user's last request, in order of time
-        self._num_owed = 0  # admissions due to queued requests, one for each light request that bypassed the queue
+        self._num_pending = (
+            0  # admissions due to queued requests, one for each light request that bypassed the queue
+        )
         self._admitted_at = 0.0  # when a queued request was last admitted
 
     async def enter(self, user: str = "") -> None:
@@ -292,7 +294,7 @@ class TickLimiter:
             self._seen.pop(user, None)
             self._seen[user] = now
             if self._is_paced(now) and self._is_light(user) and user not in self._waiting:
-                self._num_owed += bool(self._waiting)
+                self._num_pending += bool(self._waiting)
                 return
         if self._round_at is None:
             self._round_at = now
@@ -323,14 +325,14 @@ class TickLimiter:
     def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         assert self._round_at is not None
-        took_s, is_owed = now - self._round_at, self._num_owed > 0
+        took_s, is_pending = now - self._round_at, self._num_pending > 0
         if not self._is_paced(now):
-            width, self._num_owed = max(self._width, int(took_s * self._per_second)), 0
+            width, self._num_pending = max(self._width, int(took_s * self._per_second)), 0
         else:
             # A short iteration shows that the loop was idle. Long iterations must not starve the queued requests:
             # one is admitted for each light request that bypassed the queue, and one every `_MAX_ADMISSION_GAP_S`.
-            width = int(is_owed or took_s < _SHORT_ROUND_S or now - self._admitted_at > _MAX_ADMISSION_GAP_S)
-            self._num_owed -= is_owed
+            width = int(is_pending or took_s < _SHORT_ROUND_S or now - self._admitted_at > _MAX_ADMISSION_GAP_S)
+            self._num_pending -= is_pending
         self._num_left = width
         while self._num_left > 0:
             place = self._waiting.pop(lambda place: not place.done())  # skip cancelled requests
@@ -340,7 +342,7 @@ class TickLimiter:
             self._num_left -= 1
             self._admitted_at = now
         if not self._waiting and self._num_left == width:
-            self._round_at, self._num_left, self._num_owed = None, self._width, 0
+            self._round_at, self._num_left, self._num_pending = None, self._width, 0
             return
         self._round_at = now
         loop.call_soon(self._begin_round, loop)

@@ -115,7 +115,7 @@ def describe(app: FastAPI) -> None:
             ours = {**answer_schemas(), _ERROR_NAME: _ERROR}
             assert all("enum" in ours[name] for name in ours.keys() & schemas.keys())  # enums are the same in both
             schemas |= ours
-            _add_schemas(schemas, found["$defs"])
+            _add_schemas(schemas, _with_key_patterns(found["$defs"]))
             _describe_path_parameters(schema["paths"])
             components["securitySchemes"] = {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -135,6 +135,24 @@ def _add_schemas(schemas: dict[str, Any], bodies: dict[str, Any]) -> None:
     for name in clashes:
         text = text.replace(f'"{SCHEMA_PREFIX}{name}"', f'"{SCHEMA_PREFIX}{name}-Input"')
     schemas |= {f"{name}-Input" if name in clashes else name: schema for name, schema in orjson.loads(text).items()}
+
+
+def _with_key_patterns(schema: Any) -> Any:
+    """Return a schema in which the pattern of an object's keys holds for all of its keys.
+
+    For a dict with constrained keys pydantic writes `patternProperties`, which allows any value under other keys.
+    """
+    if isinstance(schema, list):
+        return [_with_key_patterns(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _with_key_patterns(value) for key, value in schema.items()}
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, dict) and len(patterns) == 1 and "properties" not in schema:
+        [(pattern, values)] = schema.pop("patternProperties").items()
+        names = {**schema.get("propertyNames", {}), "pattern": pattern}
+        schema |= {"propertyNames": names, "additionalProperties": values}
+    return schema
 
 
 def _describe_path_parameters(paths: dict[str, Any]) -> None:

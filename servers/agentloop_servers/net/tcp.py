@@ -41,7 +41,8 @@ def listening_socket(host: str, port: int = 0, backlog: int = BACKLOG) -> socket
 def free_ports(number: int, host: str = "") -> list[int]:
     """Return ports on which no process listens now, for processes that bind them later. Raises OSError.
 
-    They are below the ports that Linux assigns to outgoing connections, one of which could take a port meanwhile.
+    They are below the range from which Linux takes the local ports of outgoing connections: such a connection could
+    occupy a port before its process binds it.
     """
     ports: list[int] = []
     for port in random.sample(_UNASSIGNED_PORTS, _MAX_PORT_TRIES):

@@ -136,7 +136,7 @@ def worker_config(config: ServiceConfig, traces: EngineTraces | None) -> WorkerC
     return WorkerConfig(
         capacity=settings.num_at_once,
         turn_timeout_s=settings.turn_timeout_s,
-        max_standstill_s=settings.max_standstill_s,
+        max_unavailable_s=settings.max_unavailable_s,
         kv_policy=config.kv_policy,
         traces=traces,
     )

@@ -154,7 +154,7 @@ class RemoteEngine:
                     continue
                 if on_progress is not None:
                     on_progress(piece)
-                if loop.time() > late_at + piece.standstill_s:
+                if loop.time() > late_at + piece.unavailable_s:
                     raise DeadlineExceeded(
                         f"{self.url}: request {request.request_id} did not end within its timeout"
                     )

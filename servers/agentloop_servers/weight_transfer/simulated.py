@@ -15,10 +15,10 @@ import torch
 from agentloop.concurrency.aio import in_daemon_thread
 from agentloop.engine.interface import (
     GroupInit,
-    HeldIn,
     LeaveGroup,
     PushSource,
     StageReport,
+    StagingDevice,
     TrainerOrder,
     TransferPart,
     WeightUpdate,
@@ -106,15 +106,15 @@ class ReceivedWeights:
         if push is None:
             if received is None or received[0] != update.transfer:
                 raise CheckpointUnreadable("no complete part of this transfer was received", param="update_info")
-            return StageReport(HeldIn.HOST, "gloo", received[1] // self._num_workers)
+            return StageReport(StagingDevice.HOST, "gloo", received[1] // self._num_workers)
         workers = [_SimulatedWorker(rank) for rank in range(self._num_workers)]
         opened = await _on_all(workers, lambda worker: worker.open(push, self._can_hold, self._timeout_s))
         transport, num_bytes = opened[0].transport, opened[0].layout.num_bytes
         if opened[0].is_one_phase:
             self._waiting = workers
-            return StageReport(HeldIn.NOWHERE, transport, num_bytes)
+            return StageReport(StagingDevice.NOWHERE, transport, num_bytes)
         times_ms = await _on_all(workers, lambda worker: worker.receive(is_tied=self._is_tied))
-        return StageReport(HeldIn.HOST, transport, num_bytes, max(times_ms), opened[0].digest)
+        return StageReport(StagingDevice.HOST, transport, num_bytes, max(times_ms), opened[0].digest)
 
     async def transfer(self, update: WeightUpdate) -> float:
         workers, self._waiting = self._waiting, []

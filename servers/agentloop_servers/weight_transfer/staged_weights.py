@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from safetensors import safe_open
 
-from agentloop.engine.interface import CommitReport, HeldIn
+from agentloop.engine.interface import CommitReport, StagingDevice
 from agentloop.engine.weight_digest import check_unchanged
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint, not_finite
@@ -78,9 +78,9 @@ class ShadowParameters:
         plan: CopyPlan,
         shadows: Mapping[str, torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
-        held_in: HeldIn,
+        staging_device: StagingDevice,
     ) -> None:
-        self.held_in = held_in
+        self.staging_device = staging_device
         self.loaded: Mapping[str, torch.Tensor] = {}
         self._shadows = shadows
         self._into = {name: parameters[name] for name in shadows}
@@ -125,8 +125,8 @@ class ShadowParameters:
 class StagedCheckpoint:
     """The update's tensors as received. `tensors` has memory with the right dtype and shape for each name."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], held_in: HeldIn) -> None:
-        self.held_in = held_in
+    def __init__(self, tensors: dict[str, torch.Tensor], staging_device: StagingDevice) -> None:
+        self.staging_device = staging_device
         self.tensors = tensors
         self.loaded: Mapping[str, torch.Tensor] = tensors
 
@@ -150,7 +150,7 @@ class StagedCheckpoint:
 class StagedFiles:
     """A folder that the commit loads. Raises CheckpointUnreadable if the folder is unreadable."""
 
-    held_in = HeldIn.FILES
+    staging_device = StagingDevice.FILES
 
     def __init__(self, directory: str) -> None:
         self.loaded: Mapping[str, torch.Tensor] = {}
@@ -178,7 +178,7 @@ class StreamedWeights:
     With the loader it cannot restart when another receiver is lost.
     """
 
-    held_in = HeldIn.NOWHERE
+    staging_device = StagingDevice.NOWHERE
 
     def __init__(self, incoming: Incoming, plan: CopyPlan | None) -> None:
         self.loaded: Mapping[str, torch.Tensor] = {}

@@ -28,9 +28,9 @@ from agentloop.engine.interface import (
     CommitReport,
     GroupInit,
     GroupOrder,
-    HeldIn,
     PushSource,
     StageReport,
+    StagingDevice,
     TensorInfo,
     TensorNames,
     TransferPart,
@@ -252,10 +252,10 @@ class WeightStager:
 
     def _receive_push(self, stage: _Stage, push: PushSource, plan: CopyPlan | None, *, is_tied: bool) -> None:
         form = _form(push.tensors) if plan is None else self._parameter_form()
-        held_in = self._memory.choose(form, _buffer_bytes(push.tensors))
+        staging_device = self._memory.choose(form, _buffer_bytes(push.tensors))
         incoming = self._receiver.open(
             push,
-            can_hold=held_in is not HeldIn.NOWHERE,
+            can_hold=staging_device is not StagingDevice.NOWHERE,
             timeout_s=self._timeout_s,
             is_given_up=lambda: stage.is_dropped,
         )
@@ -268,7 +268,7 @@ class WeightStager:
             stage.staged = StreamedWeights(incoming, None if plan is not None and plan.layers else plan)
         else:
             try:
-                staged = self._place_for(plan, form, held_in)
+                staged = self._place_for(plan, form, staging_device)
                 receive(incoming, staged.accept, is_tied=is_tied)
             except BaseException as error:
                 incoming.fail(str(error) or type(error).__name__)
@@ -276,7 +276,7 @@ class WeightStager:
             self._finish_staging(staged)
             stage.staged = staged
         stage.report = StageReport(
-            stage.staged.held_in,
+            stage.staged.staging_device,
             incoming.transport,
             incoming.layout.num_bytes,
             incoming.transfer_ms,
@@ -295,7 +295,7 @@ class WeightStager:
             if staged is None:
                 staged = self._place_of_parts(plan, form)
             if isinstance(staged, StagedCheckpoint):
-                staged.tensors |= self._memory.extend(form, staged.held_in)
+                staged.tensors |= self._memory.extend(form, staged.staging_device)
             member = self._groups.get(part.group)
             if member is None and not part.handles:
                 raise CheckpointUnreadable(
@@ -321,7 +321,7 @@ class WeightStager:
         stage.staged = staged
         tensors.sort(key=lambda one: one.name)
         digest = sums_digest(tensors, [by_name[one.name] for one in tensors])
-        stage.report = StageReport(staged.held_in, transport, num_bytes, transfer_s * 1000.0, digest)
+        stage.report = StageReport(staged.staging_device, transport, num_bytes, transfer_s * 1000.0, digest)
 
     def _next_part(self, stage: _Stage) -> TransferPart:
         """Wait for a part. Raises CheckpointUnreadable if the trainer sends nothing for the timeout."""
@@ -334,14 +334,16 @@ class WeightStager:
 
     def _place_of_parts(self, plan: CopyPlan | None, form: Form) -> StagedCheckpoint | ShadowParameters:
         wanted = form if plan is None else self._parameter_form()
-        held_in = self._memory.choose(wanted, 2 * _num_bytes(form))
-        if held_in is HeldIn.NOWHERE:
+        staging_device = self._memory.choose(wanted, 2 * _num_bytes(form))
+        if staging_device is StagingDevice.NOWHERE:
             raise CheckpointUnreadable(
                 "a trainer's group needs staging memory in addition to the served weights: "
                 "set `weight_staging: host`, or call `/update_weights` with a `weight_dir`",
                 param="update_info",
             )
-        return StagedCheckpoint({}, held_in) if plan is None else self._place_for(plan, wanted, held_in)
+        return (
+            StagedCheckpoint({}, staging_device) if plan is None else self._place_for(plan, wanted, staging_device)
+        )
 
     # Groups of a trainer
 
@@ -369,11 +371,11 @@ class WeightStager:
     def _read_folder(self, stage: _Stage, directory: str, plan: CopyPlan | None) -> None:
         files = StagedFiles(directory)
         form = self._parameter_form()
-        held_in = HeldIn.NOWHERE if plan is None else self._memory.choose(form, 0)
-        if plan is None or held_in is HeldIn.NOWHERE:
+        staging_device = StagingDevice.NOWHERE if plan is None else self._memory.choose(form, 0)
+        if plan is None or staging_device is StagingDevice.NOWHERE:
             stage.staged = files
         else:
-            staged = self._place_for(plan, form, held_in)
+            staged = self._place_for(plan, form, staging_device)
             with OpenCheckpoint(files.info) as checkpoint:
                 for name, tensor in checkpoint.tensors():
                     if stage.is_dropped:
@@ -381,13 +383,15 @@ class WeightStager:
                     staged.accept(name, tensor)
             self._finish_staging(staged)
             stage.staged = staged
-        stage.report = StageReport(stage.staged.held_in, "directory", files.info.num_bytes)
+        stage.report = StageReport(stage.staged.staging_device, "directory", files.info.num_bytes)
 
-    def _place_for(self, plan: CopyPlan | None, form: Form, held_in: HeldIn) -> StagedCheckpoint | ShadowParameters:
-        tensors = self._memory.take(form, held_in)
+    def _place_for(
+        self, plan: CopyPlan | None, form: Form, staging_device: StagingDevice
+    ) -> StagedCheckpoint | ShadowParameters:
+        tensors = self._memory.take(form, staging_device)
         if plan is None:
-            return StagedCheckpoint(tensors, held_in)
-        return ShadowParameters(plan, tensors, self._model.parameters, held_in)
+            return StagedCheckpoint(tensors, staging_device)
+        return ShadowParameters(plan, tensors, self._model.parameters, staging_device)
 
     def _finish_staging(self, staged: StagedCheckpoint | ShadowParameters) -> None:
         """Wait until the staged tensors are complete and can be read from any stream."""
@@ -589,61 +593,61 @@ class StagingMemory:
         """`policy` is "auto", "device", "host" or "none"."""
         self._device = device
         self._policy = policy
-        self._held_in = HeldIn.NOWHERE
+        self._staging_device = StagingDevice.NOWHERE
         self._form: Form = ()
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def choose(self, form: Form, buffer_bytes: int) -> HeldIn:
+    def choose(self, form: Form, buffer_bytes: int) -> StagingDevice:
         """Return where tensors of this form are held.
 
         `buffer_bytes` of device memory are needed for their arrival.
         """
         if self._policy == "none":
-            return HeldIn.NOWHERE
+            return StagingDevice.NOWHERE
         if self._tensors and form == self._form:
-            return self._held_in
+            return self._staging_device
         # "auto" prefers device memory if a reserve stays free, from which quantizing a layer takes. Then pinned
         # host memory up to a share of the available memory; otherwise the update is blocking.
         num_bytes = _num_bytes(form)
-        free = _free_device_bytes(self._device) + self._held_bytes(HeldIn.DEVICE)
+        free = _free_device_bytes(self._device) + self._held_bytes(StagingDevice.DEVICE)
         is_roomy = num_bytes + buffer_bytes + RESERVE_BYTES <= free
         if self._device.type != "cpu" and (self._policy == "device" or (self._policy == "auto" and is_roomy)):
-            return HeldIn.DEVICE
-        available = _available_host_bytes() + self._held_bytes(HeldIn.HOST)
+            return StagingDevice.DEVICE
+        available = _available_host_bytes() + self._held_bytes(StagingDevice.HOST)
         if self._policy == "host" or num_bytes <= HOST_SHARE * available:
-            return HeldIn.HOST
-        return HeldIn.NOWHERE
+            return StagingDevice.HOST
+        return StagingDevice.NOWHERE
 
-    def take(self, form: Form, held_in: HeldIn) -> dict[str, torch.Tensor]:
+    def take(self, form: Form, staging_device: StagingDevice) -> dict[str, torch.Tensor]:
         """Return tensors of this form, and release all others. Their values are undefined."""
         if form != self._form:
             self.release()
-        return self.extend(form, held_in)
+        return self.extend(form, staging_device)
 
-    def extend(self, form: Form, held_in: HeldIn) -> dict[str, torch.Tensor]:
+    def extend(self, form: Form, staging_device: StagingDevice) -> dict[str, torch.Tensor]:
         """Return tensors of this form, and keep those with other names. Their values are undefined."""
-        if held_in is not self._held_in:
+        if staging_device is not self._staging_device:
             self.release()
-        self._held_in = held_in
+        self._staging_device = staging_device
         for name, dtype, shape in form:
             held = self._tensors.get(name)
             if held is None or (held.dtype, tuple(held.shape)) != (dtype, shape):
-                self._tensors[name] = self._empty(dtype, shape, held_in)
+                self._tensors[name] = self._empty(dtype, shape, staging_device)
         self._form = [(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items()]
         return {name: self._tensors[name] for name, _, _ in form}
 
     def release(self) -> None:
         """Release the memory. Its tensors must not be in use."""
-        had_device_memory = self._held_bytes(HeldIn.DEVICE) > 0
+        had_device_memory = self._held_bytes(StagingDevice.DEVICE) > 0
         self._tensors, self._form = {}, ()
         if had_device_memory:
             torch.cuda.empty_cache()
 
-    def _held_bytes(self, held_in: HeldIn) -> int:
-        return _num_bytes(self._form) if self._tensors and self._held_in is held_in else 0
+    def _held_bytes(self, staging_device: StagingDevice) -> int:
+        return _num_bytes(self._form) if self._tensors and self._staging_device is staging_device else 0
 
-    def _empty(self, dtype: torch.dtype, shape: tuple[int, ...], held_in: HeldIn) -> torch.Tensor:
-        if held_in is HeldIn.DEVICE:
+    def _empty(self, dtype: torch.dtype, shape: tuple[int, ...], staging_device: StagingDevice) -> torch.Tensor:
+        if staging_device is StagingDevice.DEVICE:
             return torch.empty(shape, dtype=dtype, device=self._device)
         return torch.empty(shape, dtype=dtype, pin_memory=self._device.type != "cpu")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from agentloop.engine.interface import CommitReport, HeldIn, PushSource, StageReport, TensorInfo
+from agentloop.engine.interface import CommitReport, PushSource, StageReport, StagingDevice, TensorInfo
 from agentloop.errors import EngineError
 from agentloop.values import codec
 
@@ -144,9 +144,9 @@ class StageProgress:
 def merge_stage_reports(reports: Sequence[StageReport]) -> StageReport:
     """Merge the workers' reports: the time of the slowest, and the staging device of the worker with the least
     memory."""
-    order = [HeldIn.NOWHERE, HeldIn.FILES, HeldIn.HOST, HeldIn.DEVICE]
+    order = [StagingDevice.NOWHERE, StagingDevice.FILES, StagingDevice.HOST, StagingDevice.DEVICE]
     return StageReport(
-        held_in=min((report.held_in for report in reports), key=order.index),
+        staging_device=min((report.staging_device for report in reports), key=order.index),
         transport="+".join(sorted({report.transport for report in reports})),
         num_bytes=max(report.num_bytes for report in reports),
         transfer_ms=max(report.transfer_ms for report in reports),

@@ -3,7 +3,7 @@
 import { html, useLayoutEffect, useRef, useState } from "./preact-htm.js";
 import { count, milliseconds, seconds } from "./format.js";
 
-const LANES = ["queue", "place", "prefill", "decode", "tools", "reward", "standstill"];
+const LANES = ["queue", "place", "prefill", "decode", "tools", "reward", "unavailable"];
 const LANE_PX = 18;
 const NAMES_PX = 80;
 const BAND_PX = 18;
@@ -16,7 +16,7 @@ function eventsOf({ times, timings, paths }) {
   const events = [{ lane: "queue", from_us: -1e6 * timings.queue_s, to_us: 0, words: "waits for a worker" }];
   for (const [place, turn] of turnsOf(paths).entries()) {
     if (turn.times === null) continue;
-    const [begun_us, first_us, until_us, place_us, standstill_us] = turn.times;
+    const [begun_us, first_us, until_us, place_us, unavailable_us] = turn.times;
     const name = `turn ${place + 1} on ${turn.replica_id}`;
     const sampled = `${count(turn.end - turn.start)} tokens sampled`;
     const placed_us = begun_us + place_us;
@@ -29,7 +29,7 @@ function eventsOf({ times, timings, paths }) {
     const words = `${name}: ${sampled}${untold}`;
     events.push({ lane: "decode", from_us: first_us ?? placed_us, to_us: until_us, words });
     const stood = `${name}: its engine stood still, at a time that is not known: drawn at the turn's end`;
-    events.push({ lane: "standstill", from_us: until_us - standstill_us, to_us: until_us, words: stood });
+    events.push({ lane: "unavailable", from_us: until_us - unavailable_us, to_us: until_us, words: stood });
   }
   for (const [name, begun_us, duration_us, outcome] of calls) {
     const call = { lane: "tools", from_us: begun_us, to_us: begun_us + duration_us, words: `${name}: ${outcome}` };

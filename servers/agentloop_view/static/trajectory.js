@@ -43,7 +43,7 @@ function Facts({ record, annotations, seq }) {
     reason: record.end_reason,
     error: record.error ?? record.reward_error,
     time: `${seconds(timings.total_s)}, after ${seconds(timings.queue_s)} in the queue`,
-    generating: `${seconds(timings.generate_s)}, of it standstill ${seconds(timings.standstill_s)}`,
+    generating: `${seconds(timings.generate_s)}, of it unavailable ${seconds(timings.unavailable_s)}`,
     tools: `${plural(record.num_tool_calls, "call")}, ${count(record.num_tool_errors)} failed, ${seconds(timings.tool_s)}`,
     scoring: seconds(timings.reward_s),
     began: moment(times?.[0]),
@@ -133,7 +133,7 @@ function Messages({ messages }) {
     ${messages.map(
       ({ role, name, tool_call_id, reasoning, images, content, tool_calls }, number) => html`<li class=${role} key=${number}>
         <h3>${role} <span class="quiet">${name} ${tool_call_id}</span></h3>
-        ${reasoning && html`<details open><summary>thoughts</summary><${Text} text=${reasoning} /></details>`}
+        ${reasoning && html`<details open><summary>reasoning</summary><${Text} text=${reasoning} /></details>`}
         ${images.length > 0 && html`<p class="quiet">${plural(images.length, "image")}</p>`}
         <${Text} text=${content} />
         ${tool_calls.map((call) => html`<${Call} call=${call} key=${call.id} />`)}
@@ -168,7 +168,7 @@ const TURNS = [
   ["place", ({ times }) => spent(times && times[3]), NUMBER],
   ["prefill", ({ times }) => spent(times && times[1] && times[1] - times[0] - times[3]), NUMBER],
   ["decode", ({ times }) => spent(times && times[1] && times[2] - times[1]), NUMBER],
-  ["standstill", ({ times }) => spent(times && times[4]), NUMBER],
+  ["unavailable", ({ times }) => spent(times && times[4]), NUMBER],
   ["end", (turn) => turn.finish_reason],
   ["reward", (turn) => reward(turn.reward), NUMBER],
   ["sampling", ({ sampling }) => (sampling === null ? NONE : sampledBy(sampling))],

@@ -53,8 +53,8 @@ const stallBegin = ({ stage_ms, paused_at_ms }) => paused_at_ms || stage_ms;
 
 /** The steps of one replica as `{name, from_ms, ms}`. The update was staged, then the replica stood still. */
 function stepsOf(replica) {
-  const { stage_ms, transfer_ms, stall_ms, swap_ms, verify_ms, look_ms } = replica;
-  const isOnePhase = replica.held_in === "nowhere"; // its commit transfers
+  const { stage_ms, transfer_ms, stall_ms, swap_ms, verify_ms, canary_ms } = replica;
+  const isOnePhase = replica.staging_device === "nowhere"; // its commit transfers
   const stall_from = stallBegin(replica);
   const swap_from = stall_from + (isOnePhase ? transfer_ms : 0);
   return [
@@ -63,14 +63,14 @@ function stepsOf(replica) {
     { name: "stall", from_ms: stall_from, ms: stall_ms },
     { name: "swap", from_ms: swap_from, ms: swap_ms, isInner: true },
     { name: "verify", from_ms: swap_from + swap_ms, ms: verify_ms, isInner: true },
-    { name: "look", from_ms: stall_from + stall_ms, ms: look_ms },
+    { name: "canary", from_ms: stall_from + stall_ms, ms: canary_ms },
   ];
 }
 
-const STEPS = ["stage", "transfer", "stall", "swap", "verify", "look"];
+const STEPS = ["stage", "transfer", "stall", "swap", "verify", "canary"];
 
 function Update({ update }) {
-  const ends = update.replicas.map((replica) => stallBegin(replica) + replica.stall_ms + replica.look_ms);
+  const ends = update.replicas.map((replica) => stallBegin(replica) + replica.stall_ms + replica.canary_ms);
   const percent = (ms) => `${(100 * ms) / Math.max(...ends, 1e-9)}%`;
   const bytes = Math.max(0, ...update.replicas.map((replica) => replica.num_bytes));
   const head = (name) => html`<svg width="10" height="10"><rect class=${`step ${name}`} width="10" height="10" /></svg>${" "}

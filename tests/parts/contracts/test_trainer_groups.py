@@ -48,7 +48,7 @@ async def test_a_trainer_broadcasts_to_all_replicas(site: ServiceSite, packed: i
     assert [answer["weight_version"] for answer in answers] == ["1", "2"]
     for answer in answers:
         for replica in answer["report"]["replicas"]:
-            assert (replica["error"], replica["held_in"], replica["transport"]) == (None, "host", "gloo")
+            assert (replica["error"], replica["staging_device"], replica["transport"]) == (None, "host", "gloo")
             assert NUM_BYTES - 10_000 < replica["num_bytes"] < NUM_BYTES
     assert [one.weight_version for one in (await site.coordinator.status()).replicas] == [2, 2]
 

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("staging", "held_in"), [(None, "nowhere"), ("host", "host")])
-async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsys, staging, held_in):
+@pytest.mark.parametrize(("staging", "staging_device"), [(None, "nowhere"), ("host", "host")])
+async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsys, staging, staging_device):
     example = importlib.import_module("examples.04_hybrid")
     config = simulated_config(mode="hybrid", engine={"weight_staging": staging, **SHORT})
     async with whole_service(config, tmp_path) as url, RolloutClient(url) as client:
@@ -37,14 +37,14 @@ async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsy
     for report in status.updates:
         assert len(report.replicas) == 2
         for replica in report.replicas:
-            assert (replica.held_in, replica.transport, replica.error) == (held_in, "shm", None)
+            assert (replica.staging_device, replica.transport, replica.error) == (staging_device, "shm", None)
             assert replica.num_bytes >= num_bytes
 
 
 async def test_standalone_takes_pushes_and_directories_and_never_sleeps(tmp_path):
     async with whole_service(simulated_config(mode="standalone"), tmp_path) as url, RolloutClient(url) as client:
         report = await client.update_weights(shipped_policy().named_parameters(), version=1)
-        assert [replica.held_in for replica in report.replicas] == ["host", "host"]
+        assert [replica.staging_device for replica in report.replicas] == ["host", "host"]
         assert (await client.update_weights(V1, version=2)).version == 2
         with pytest.raises(InvalidRequest, match="standalone"):
             await client.sleep()

@@ -106,7 +106,7 @@ async def test_a_process_that_blocks_is_killed_with_its_group(tmp_path, is_cance
     bad = task("bad", loop=f"{HERE}:Blocks", reference=str(told), limits=limits)
     feeder = FakeCoordinator([bad])
     allowance_s = 60.0 if is_cancelled else 0.4
-    config = IsolationConfig(cancel_grace_s=0.2, allowance_s=allowance_s, look_s=0.2)
+    config = IsolationConfig(cancel_grace_s=0.2, allowance_s=allowance_s, check_interval_s=0.2)
     async with poisoned_worker(feeder, scripted_engine(ANSWER), config=config) as runs:
         while not told.exists() or not told.read_text():
             await asyncio.sleep(0.02)

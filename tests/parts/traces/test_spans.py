@@ -109,7 +109,7 @@ def test_a_trajectory_is_one_tree_with_the_conventions_names():
         "agentloop.cached_tokens": 0,
         "agentloop.weight_versions": [4, 5],
         "agentloop.queue_s": 0.0,
-        "agentloop.standstill_s": 0.0,
+        "agentloop.unavailable_s": 0.0,
     }
     assert attributes_of(tool) == common | {
         "gen_ai.operation.name": "execute_tool",
@@ -215,7 +215,7 @@ def test_turns_of_branches_are_shown_once_and_name_their_split():
 
 
 def test_an_update_is_a_trace_that_the_turns_it_cut_link_to():
-    good = ReplicaUpdate("a", 800.0, 20.0, paused_at_ms=900.0, look_ms=5.0)
+    good = ReplicaUpdate("a", 800.0, 20.0, paused_at_ms=900.0, canary_ms=5.0)
     replicas = (good, ReplicaUpdate("b", 700.0, 0.0, error="lost"))
     report = UpdateReport(5, 4, types.KVPolicy.KEEP, replicas, 950.0, began_at=1.7e9)
     found, root = {}, Span()
@@ -226,7 +226,7 @@ def test_an_update_is_a_trace_that_the_turns_it_cut_link_to():
     assert found == {
         ("stage", "a"): [0, 800],
         ("stall", "a"): [900, 920],
-        ("look", "a"): [920, 925],
+        ("canary", "a"): [920, 925],
         ("stage", "b"): [0, 700],
         ("weight_update", None): [0, 950],
     }

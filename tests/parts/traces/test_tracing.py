@@ -150,7 +150,7 @@ async def test_each_trajectory_of_a_service_is_one_trace_live_and_exported(tmp_p
         told = defaultdict(set)
         for request in (one for engine in engines for one in engine.requests):
             told[request.request_id.partition("-")[0]].add(request.traceparent)
-        assert (told.pop("direct"), told.pop("look", {""})) == ({LATER}, {""})
+        assert (told.pop("direct"), told.pop("canary", {""})) == ({LATER}, {""})
         live, receiver.spans = receiver.traces, []
         assert {record.loop for record in stored} == {f"{__name__}:Works", f"{__name__}:Fails", "tool_loop", ""}
         callers = {record.group_id: record.traceparent for record in stored if record.traceparent}

@@ -16,7 +16,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest
 from agentloop.types import Message, RolloutTask, Trajectory
-from agentloop_trainers.service_link import ServiceLink, describe_standstill
+from agentloop_trainers.service_link import ServiceLink, describe_unavailability
 from agentloop_trainers.trl import AsyncRollouts, SyncRollouts
 from tests.support.service.trainer_programs import ROOT
 from tests.support.service.whole_service import simulated_config, whole_service
@@ -209,7 +209,7 @@ def test_what_holds_an_update_up_is_named() -> None:
         queue=QueueStatus(7, 0, 0, 0, "no replica takes traffic"),
         degraded=tuple(f"replica vllm-{number} is suspect" for number in range(8)),
     )
-    said = describe_standstill(status)
+    said = describe_unavailability(status)
     for part in (
         "version 4 is staging",
         "its receiver is dead",

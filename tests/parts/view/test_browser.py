@@ -184,7 +184,7 @@ async def test_the_overview_adds_up_what_there_is(browser: Browser) -> None:
         while phases != {phase: seconds(spent) for phase, spent in (await browser.json("/phases")).items()}:
             await asyncio.sleep(0.2)
             phases = {phase: row[2] for phase, row in (await browser.cells("#phases")).items()}
-    assert list(phases) == ["queue", "place", "prefill", "decode", "tools", "reward", "standstill"]
+    assert list(phases) == ["queue", "place", "prefill", "decode", "tools", "reward", "unavailable"]
     notable = await browser.json("/trajectories/notable")
     await browser.page.locator("#notable tbody tr").first.wait_for(timeout=WAIT_MS)
     cells = await browser.cells("#notable")
@@ -549,7 +549,7 @@ def long_record(num_tokens: int) -> dict[str, Any]:
         **{"split_reason": None, "parent": None, "num_shared": 0, "split_detail": None, "is_trainable": True},
         "reward": None,
     }
-    timings = dict.fromkeys(("queue_s", "generate_s", "tool_s", "reward_s", "total_s", "standstill_s"), 1.0)
+    timings = dict.fromkeys(("queue_s", "generate_s", "tool_s", "reward_s", "total_s", "unavailable_s"), 1.0)
     record = {
         **{"task_id": "long", "group_id": "g", "rollout_id": "r", "sample_index": 0, "paths": [path]},
         **{"stop_reason": "completed", "is_complete": True, "reward": 1.0, "reward_error": None, "error": None},

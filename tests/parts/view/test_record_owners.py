@@ -128,7 +128,7 @@ async def test_a_trainers_numbers_are_beside_its_records(owners: Owners) -> None
     async with serving(viewer_app(stored, TokenLabels(None))) as offline, asyncio.timeout(30):
         while (spent := await owners.ask("root", "/phases"))[1]["decode"] == 0:
             await asyncio.sleep(0.1)
-        assert set(spent[1]) == {"queue", "place", "prefill", "decode", "tools", "reward", "standstill"}
+        assert set(spent[1]) == {"queue", "place", "prefill", "decode", "tools", "reward", "unavailable"}
         assert orjson.loads((await get(f"{offline}/phases"))[1]).keys() == spent[1].keys()
         for one in listed:
             place = next(at for at, record in enumerate(records) if record.sample_index == one["sample_index"])

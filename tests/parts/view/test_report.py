@@ -26,7 +26,7 @@ async def report_of(tmp_path: Path, *made: object) -> str:
     return (tmp_path / "report.html").read_text()
 
 
-def held_in(page: str) -> dict[str, dict[str, object]]:
+def staging_device(page: str) -> dict[str, dict[str, object]]:
     [text] = re.findall(r'<script type="application/json" id="held">(.*?)</script>', page, re.DOTALL)
     found: dict[str, dict[str, object]] = orjson.loads(text)
     return found
@@ -36,7 +36,7 @@ async def test_it_holds_the_rows_and_those_worth_a_look_whole(tmp_path: Path) ->
     made = [make_trajectory("g", n, reward=n / 40) for n in range(40)]
     failed = make_trajectory("bad", stop_reason=StopReason.LOOP_FAILED)
     crossed = make_trajectory("crossed", spans=((0, 0, 3), (1, 5, 8)))
-    held = held_in(await report_of(tmp_path, crossed, *made, failed))
+    held = staging_device(await report_of(tmp_path, crossed, *made, failed))
     assert len(held["/trajectories"]["records"]) == 42
     whole = {
         (one["record"]["group_id"], one["record"]["sample_index"])
@@ -61,7 +61,7 @@ async def test_nothing_that_was_written_ends_an_element_and_each_module_is_insid
     one = make_trajectory()
     page = await report_of(tmp_path, replace(one, error=EVIL, task_id=EVIL))
     assert page.count("<script") == page.count("</script>") == 4
-    [held] = [one for path, one in held_in(page).items() if path[-1].isdigit()]
+    [held] = [one for path, one in staging_device(page).items() if path[-1].isdigit()]
     assert held["record"]["error"] == EVIL
     [imports] = re.findall(r'<script type="importmap">(.*?)</script>', page)
     modules = orjson.loads(imports)["imports"]

@@ -92,7 +92,7 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "seed": None,
         "engine": "",
         "quantization": "",
-        "times": {"begun_us": 500, "first_token_us": 700, "ended_us": 900, "queue_us": 0, "standstill_us": 0},
+        "times": {"begun_us": 500, "first_token_us": 700, "ended_us": 900, "queue_us": 0, "unavailable_us": 0},
     }
     assert (row["raw_logprobs"], row["constrained"]) == (None, [False] * 8)
     seconds = {
@@ -101,7 +101,7 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "tool_s": 0.3,
         "reward_s": 0.4,
         "total_s": 1.0,
-        "standstill_s": 0.0,
+        "unavailable_s": 0.0,
         "engine_s": 0.0,
     }
     assert row["timings"] == seconds

@@ -16,7 +16,7 @@ from agentloop.types import KVPolicy
 from agentloop_view.timeline import Tracks, write_timeline
 from tests.support.records.samples import encoded, interleaved_paths, make_group, make_trajectory
 
-STEPS = ReplicaUpdate("replica-0", stage_ms=40.0, stall_ms=5.0, look_ms=2.0, paused_at_ms=41.0)
+STEPS = ReplicaUpdate("replica-0", stage_ms=40.0, stall_ms=5.0, canary_ms=2.0, paused_at_ms=41.0)
 
 
 def test_turns_are_numbered_as_they_began() -> None:
@@ -42,7 +42,7 @@ async def test_it_has_every_turn_call_and_step(tmp_path: Path) -> None:
     calls = [call for record in records for call in record.times.tool_calls] if records[0].times else []
     assert slices["turn"] == len(turns) == 10
     assert sum(slices[name] for name in {call.name for call in calls}) == len(calls) > 0
-    assert (slices["stage"], slices["stall"], slices["look"], slices["trajectory"]) == (2, 2, 2, 5)
+    assert (slices["stage"], slices["stall"], slices["canary"], slices["trajectory"]) == (2, 2, 2, 5)
     assert Counter(one["ph"] for one in events if one["ph"] in "besf") == {"b": 10, "e": 10, "s": 1, "f": 1}
     whole = [one for one in events if one["ph"] == "X"]
     for a, b in itertools.combinations(whole, 2):

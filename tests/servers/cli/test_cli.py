@@ -138,8 +138,12 @@ def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> N
         (
             ["rollout", "--url", "http://127.0.0.1:9", "--config", "x"],
             2,
-            "--config and --url exclude each other",
+            "--url excludes --config and --model",
         ),
+        (["rollout", "--url", "http://127.0.0.1:9", "--model", "x"], 2, "--url excludes --config and --model"),
+        (["rollout", "--model", "no-such-model"], 1, "error: no model at no-such-model: expected a folder with"),
+        (["serve", "--model", "no-such-model"], 1, "error: no model at no-such-model: expected a folder with"),
+        (["serve", "--model", "x", "--resume", "y"], 2, "--model and --resume exclude each other"),
         (["pause", "--mode", "never"], 2, "mode"),
         (["show", "t", "--run", "no-such-run"], 1, "error: no run 'no-such-run'"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "error: no response from http://127.0.0.1:9"),

@@ -107,12 +107,14 @@ def test_what_a_service_would_refuse_is_broken(
 def test_a_folder_without_a_model_or_a_template_is_named(tmp_path: Path) -> None:
     exit_code, checks = verdict(tmp_path / "absent")
     assert exit_code == 1
-    assert "no model at" in checks["config.json"]["detail"]
+    assert "no model at" in checks["model"]["detail"]
     folder = a_model(tmp_path / "bare", "qwen3")
     (folder / "chat_template.jinja").unlink()
     exit_code, checks = verdict(folder)
-    assert exit_code == 1
-    assert "no chat_template.jinja" in checks["chat format"]["detail"]
+    assert exit_code == 0
+    assert not checks["chat format"]["is_ok"]
+    assert "chat.template.file" in checks["chat format"]["detail"]
+    assert {"parser", "tools", "self-test"}.isdisjoint(checks)
 
 
 def test_a_configs_chat_settings_count(tmp_path: Path) -> None:

@@ -134,17 +134,17 @@ async def test_in_a_database_all_that_a_lost_process_has_goes_to_others_and_its_
     hosts, _ = await three_hosts(are_taken_over=True)
     before = (await hosts.join(0, 1, 2)).holders
     table = await hosts.pass_time(TAKEN_OVER_AFTER_S - 1, 0, 1)
-    assert (table.lost, table.heirs, table.holders, hosts.revoked) == (frozenset(), {}, before, [])
+    assert (table.lost, table.failover_owners, table.holders, hosts.revoked) == (frozenset(), {}, before, [])
     table = await hosts.pass_time(3, 0, 1)
-    assert set(table.heirs) == table.lost == {2}
-    assert table.heirs[2] in (0, 1)
+    assert set(table.failover_owners) == table.lost == {2}
+    assert table.failover_owners[2] in (0, 1)
     assert 2 not in table.holders
     assert table.inherited == frozenset(), "what is not known was never there"
     assert hosts.revoked == ["sessions-2"]
-    assert (await hosts.pass_time(30, 0, 1)).heirs == table.heirs
+    assert (await hosts.pass_time(30, 0, 1)).failover_owners == table.failover_owners
     assert hosts.revoked == ["sessions-2"]
     hosts.coordinator()
-    assert (await hosts.join(0, 1)).heirs == table.heirs
+    assert (await hosts.join(0, 1)).failover_owners == table.failover_owners
 
 
 async def test_an_heir_that_is_lost_leaves_what_it_inherited_too():
@@ -152,12 +152,12 @@ async def test_an_heir_that_is_lost_leaves_what_it_inherited_too():
     for disk in ("b", "c", "d"):  # 1, 2, 3; the process on the coordinator's disk never joins
         await hosts.places.endpoint_numbers(disk, 1)
     await hosts.join(1, 2, 3)
-    (heir,) = (await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, 2, 3)).heirs.values()
-    (last,) = {2, 3} - {heir}
+    (failover_owner,) = (await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, 2, 3)).failover_owners.values()
+    (last,) = {2, 3} - {failover_owner}
     table = await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, last)
-    assert table.heirs == {1: last, heir: last}
+    assert table.failover_owners == {1: last, failover_owner: last}
     assert set(table.holders) == {last}
-    assert hosts.revoked == ["sessions-1", f"sessions-{heir}"]
+    assert hosts.revoked == ["sessions-1", f"sessions-{failover_owner}"]
 
 
 async def test_a_disk_that_comes_back_gets_a_number_of_its_own():
@@ -166,7 +166,7 @@ async def test_a_disk_that_comes_back_gets_a_number_of_its_own():
     await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, 0, 1)
     assert await hosts.places.endpoint_numbers("c", 1) == (3,)
     assert await hosts.places.endpoint_numbers("c", 1) == (3,)
-    assert (await hosts.join(0, 1, 3)).heirs.keys() == {2}
+    assert (await hosts.join(0, 1, 3)).failover_owners.keys() == {2}
 
 
 async def test_a_process_that_is_being_started_again_is_not_lost_meanwhile():

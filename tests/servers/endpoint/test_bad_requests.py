@@ -265,7 +265,7 @@ async def test_36_the_oldest_connections_make_room(tmp_path: Path, limits: dict[
 
 
 async def test_35_an_answer_that_nobody_takes_is_given_up(tmp_path: Path) -> None:
-    limits = ConnectionLimits(send_timeout_s=0.3, send_rate=1 << 30, look_interval_s=0.1)
+    limits = ConnectionLimits(send_timeout_s=0.3, send_rate=1 << 30, check_interval_s=0.1)
     async with chat_service(tmp_path, bounds=replace(BOUNDS, connections=limits)) as service:
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -156,12 +156,12 @@ async def test_facts_are_replaced_and_a_finished_session_stays_finished(place: A
         with pytest.raises(SessionFinished):
             await store.save(record)
         assert (await loaded(store)).record == replace(finished, score=Score(3.0))
-        assert await store.owed("", 10) == ["s"]
-        assert await store.owed("s", 10) == []
+        assert await store.pending("", 10) == ["s"]
+        assert await store.pending("s", 10) == []
         assert not await store.is_recorded("s")
         await store.mark_recorded("s")
         assert await store.is_recorded("s")
-        assert await store.owed("", 10) == []
+        assert await store.pending("", 10) == []
 
 
 @pytest.mark.parametrize("state", [SessionState.DELETED, SessionState.GONE])

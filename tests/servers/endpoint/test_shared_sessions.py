@@ -61,7 +61,7 @@ async def test_a_process_sees_its_own_sessions_alone(postgres_run: Home) -> None
             assert await one.store.expired(10) == []
             assert await one.store.last_use() == pytest.approx(one.wall_s - 50.0, abs=10.0)
             await one.store.save(replace(make_record(name, owner="o"), state=SessionState.FINISHED))
-            assert await one.store.owed("", 10) == [name]
+            assert await one.store.pending("", 10) == [name]
 
 
 async def test_what_a_lost_process_had_is_gone_on_with_and_it_commits_nothing_more(postgres_run: Home) -> None:
@@ -78,7 +78,7 @@ async def test_what_a_lost_process_had_is_gone_on_with_and_it_commits_nothing_mo
         late = a.store.close_call(
             OF_A, make_call("open", ModelCallState.COMMITTED), [make_node("late", "open", "n2")]
         )
-        with pytest.raises(ServiceUnavailable, match="taken these sessions over"):
+        with pytest.raises(ServiceUnavailable, match="taken over these sessions"):
             await late
         assert a.store.is_taken_over
         with pytest.raises(ServiceUnavailable):
@@ -118,7 +118,9 @@ class Places:
 
 
 async def test_places_follow_the_coordinators_table_once_they_are_taken_in() -> None:
-    router = ShardRouter(cast(FrontPort, Places(EndpointTable({}, (0, 1, 2, 1), heirs={2: 1, 5: 0}))), 1, None)
+    router = ShardRouter(
+        cast(FrontPort, Places(EndpointTable({}, (0, 1, 2, 1), failover_owners={2: 1, 5: 0}))), 1, None
+    )
     assert router.places == {1}
     gained: list[Collection[int]] = []
 

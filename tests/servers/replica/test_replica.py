@@ -16,10 +16,10 @@ from agentloop.engine.interface import (
     ALL_MEMORY,
     Adapter,
     Delta,
-    HeldIn,
     MemoryTag,
     OnProgress,
     Progress,
+    StagingDevice,
     WeightUpdate,
 )
 from agentloop.engine.request_watch import ReportPace
@@ -189,7 +189,7 @@ async def test_reports_of_stage_and_commit_come_back(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     async with Plane(SPEC) as plane:
         staged = await plane.remote.stage(WeightUpdate(3, str(tmp_path)))
-        assert (staged.held_in, staged.transport, staged.num_bytes) == (HeldIn.FILES, "directory", 10)
+        assert (staged.staging_device, staged.transport, staged.num_bytes) == (StagingDevice.FILES, "directory", 10)
         await plane.remote.pause(PauseMode.KEEP)
         assert (await plane.remote.commit(3)).num_verified == 1
         assert plane.remote.weight_version == 3
@@ -220,7 +220,7 @@ async def test_a_push_travels_whole_and_its_relay_too():
     async with Plane(SPEC) as plane:
         source = plane.wire.listen(Sender(5, is_one_phase=True))
         staged = await plane.remote.stage(WeightUpdate(5, push=replace(source, num_receivers=1)))
-        assert staged.held_in is HeldIn.NOWHERE
+        assert staged.staging_device is StagingDevice.NOWHERE
         await plane.remote.pause(PauseMode.KEEP)
         assert (await plane.remote.commit(5)).transfer_ms >= 0.0
         await plane.remote.resume()
@@ -397,13 +397,13 @@ async def test_a_frozen_request_is_told_to_stand_still_and_is_not_late(is_stream
             return [piece async for piece in plane.remote.stream(asked, heard.append)][-1]
 
         running = asyncio.create_task(run())
-        while not heard or heard[-1].standstill_s < 1.2:
+        while not heard or heard[-1].unavailable_s < 1.2:
             await asyncio.sleep(0.01)
         await plane.engine.resume()
         generation = await running
-    standstills = [progress.standstill_s for progress in heard]
-    assert standstills == sorted(standstills)
-    assert generation.standstill_s >= standstills[-1]
+    outages = [progress.unavailable_s for progress in heard]
+    assert outages == sorted(outages)
+    assert generation.unavailable_s >= outages[-1]
     assert len(generation.token_ids) == 8
 
 
@@ -577,7 +577,7 @@ async def test_noise_is_refused_by_name_over_the_wire(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     async with Plane(SPEC) as plane:
         plane.engine.faults.noise_versions = frozenset({1})
-        plane.engine.faults.look_delay_s = 0.02
+        plane.engine.faults.canary_delay_s = 0.02
         for version in (1, 2):
             await plane.remote.stage(WeightUpdate(version, str(tmp_path)))
             await plane.remote.pause(PauseMode.KEEP)

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_processin
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from agentloop.engine.interface import HeldIn, TensorInfo
+from agentloop.engine.interface import StagingDevice, TensorInfo
 from agentloop_servers.weight_transfer.copy_plan import CopyPlan, PlanRefused, apply, apply_fills, check_plan, trace
 from agentloop_servers.weight_transfer.quantised import check_quantised, dense
 from agentloop_servers.weight_transfer.staged_weights import ShadowParameters
@@ -257,7 +257,7 @@ def quantise(config: VllmConfig) -> dict[str, Any]:
     check_quantised(plan, served(model), old.__getitem__)
     found["num_checked"] = check_plan(plan, served(model), old.__getitem__)
     shadows = {name: torch.empty_like(tensor) for name, tensor in served(model).items()}
-    staged = ShadowParameters(plan, shadows, served(model), HeldIn.HOST)
+    staged = ShadowParameters(plan, shadows, served(model), StagingDevice.HOST)
     for again in (False, True):  # a receiver that is lost half-way makes all tensors come again
         for name in sorted(new)[: None if again else len(new) // 2]:
             staged.accept(name, new[name])

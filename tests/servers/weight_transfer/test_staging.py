@@ -191,7 +191,7 @@ def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Staging
     progress = site.stage(site.offer(seed=2))
     assert progress.state == "held"
     assert progress.report is not None
-    assert (progress.report.held_in, progress.report.transport) == ("host", "shm")
+    assert (progress.report.staging_device, progress.report.transport) == ("host", "shm")
     site.assert_holds(1)
     report = site.commit()
     assert report.num_verified == 2
@@ -225,7 +225,7 @@ def test_values_that_are_no_numbers_fail_a_commit_in_one_phase(tmp_path: Path, h
     try:
         if has_plan:
             site.load(tmp_path, seed=1)
-        assert site.stage(site.offer(seed=2, bad=float("nan"))).report.held_in == "nowhere"
+        assert site.stage(site.offer(seed=2, bad=float("nan"))).report.staging_device == "nowhere"
         with pytest.raises(CheckpointUnreadable, match="fused has values that are not finite"):
             site.commit()
         site.trainer.join(20.0)
@@ -270,7 +270,7 @@ def test_a_directory_is_staged_the_same_way(site: StagingSite, tmp_path: Path) -
     site.load(tmp_path, seed=1)
     (tmp_path / "next").mkdir()
     save_file(weights(2), tmp_path / "next" / "model.safetensors")
-    assert site.stage(CheckedFolder(str(tmp_path / "next"), infos())).report.held_in == "host"
+    assert site.stage(CheckedFolder(str(tmp_path / "next"), infos())).report.staging_device == "host"
     site.assert_holds(1)
     site.commit()
     site.assert_holds(2)
@@ -279,7 +279,7 @@ def test_a_directory_is_staged_the_same_way(site: StagingSite, tmp_path: Path) -
 
 def test_dummy_weights_are_loaded_once_by_the_model_itself_which_proves_the_plan(site: StagingSite) -> None:
     for seed, num_reloads in ((1, 1), (2, 1), (3, 1)):
-        assert site.stage(site.offer(seed)).report.held_in == "host"
+        assert site.stage(site.offer(seed)).report.staging_device == "host"
         site.commit()
         site.assert_holds(seed)
         assert site.model.num_reloads == num_reloads
@@ -305,7 +305,7 @@ def test_one_phase_receives_in_the_commit(can_trace: bool, tmp_path: Path) -> No
         site.load(tmp_path, seed=1)
         progress = site.stage(site.offer(seed=2))
         assert progress.state == "held"
-        assert (progress.report.held_in, progress.report.transfer_ms) == ("nowhere", 0.0)
+        assert (progress.report.staging_device, progress.report.transfer_ms) == ("nowhere", 0.0)
         site.assert_holds(1)
         assert site.commit().transfer_ms > 0
         site.assert_holds(2)

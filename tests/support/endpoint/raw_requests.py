@@ -18,7 +18,7 @@ USER = {"role": "user", "content": "hi"}
 BODY = {"model": MODEL, "messages": [USER], "max_tokens": 1}
 DATA = orjson.dumps(BODY)
 JSON = "Content-Type: application/json"
-CONNECTIONS = ConnectionLimits(headers_timeout_s=2.0, look_interval_s=0.1)
+CONNECTIONS = ConnectionLimits(headers_timeout_s=2.0, check_interval_s=0.1)
 BOUNDS = Bounds(
     endpoint=EndpointLimits(keep_alive_s=0.05, send_timeout_s=1.0),
     http=HttpLimits(max_body_bytes=200_000, body_timeout_s=1.0),

@@ -11,11 +11,11 @@ from agentloop.engine.interface import (
     ALL_MEMORY,
     CommitReport,
     EngineInfo,
-    HeldIn,
     MemoryTag,
     OnProgress,
     PushSource,
     StageReport,
+    StagingDevice,
     TokenEngine,
     TrainerOrder,
     WeightUpdate,
@@ -49,7 +49,7 @@ class FakeEngine:
         self.info = info
         self.weight_version = version
         self.asleep: frozenset[MemoryTag] = frozenset()
-        self.held_in = HeldIn.DEVICE
+        self.staging_device = StagingDevice.DEVICE
         self.offered: PushSource | None = None
         self.unreadable: set[str] = set()  # directories
         self.on_commit: Callable[[], None] = lambda: None
@@ -93,8 +93,8 @@ class FakeEngine:
         if update.transfer is not None and self.failures.get("follow") is not None:
             raise CheckpointUnreadable("a part has not come")
         self.staged = update.version
-        is_one_phase = self.held_in is HeldIn.NOWHERE
-        return StageReport(self.held_in, "nccl", 1000, transfer_ms=0.0 if is_one_phase else 30.0)
+        is_one_phase = self.staging_device is StagingDevice.NOWHERE
+        return StageReport(self.staging_device, "nccl", 1000, transfer_ms=0.0 if is_one_phase else 30.0)
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         await self._called("pause", f"{mode}:{kv_policy}")
@@ -112,7 +112,7 @@ class FakeEngine:
         self.on_commit()
         if resumes:
             await self.resume()
-        is_one_phase = self.held_in is HeldIn.NOWHERE
+        is_one_phase = self.staging_device is StagingDevice.NOWHERE
         return CommitReport(5.0, 2.0, num_verified=7, transfer_ms=40.0 if is_one_phase else 0.0)
 
     async def resume(self) -> float:

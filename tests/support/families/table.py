@@ -83,7 +83,7 @@ class Family:
     eos: str  # of the tokenizer's configuration
     bos: str | None = None
     think: tuple[str, str] | None = None
-    opens_thought: bool = False  # the generation prompt leaves a thought open
+    opens_reasoning: bool = False  # the generation prompt leaves a thought open
     calls: str | None = None
     num_parallel: int = 2
     has_byte_fallback: bool = False
@@ -94,7 +94,7 @@ class Family:
         return (TEMPLATES / f"{self.name}.jinja").read_text(encoding="utf-8")
 
 
-def _qwen(name: str, models_: str, *, calls: str, think: bool, opens_thought: bool = False) -> Family:
+def _qwen(name: str, models_: str, *, calls: str, think: bool, opens_reasoning: bool = False) -> Family:
     return Family(
         name,
         models_,
@@ -103,7 +103,7 @@ def _qwen(name: str, models_: str, *, calls: str, think: bool, opens_thought: bo
         stops=("<|im_end|>", "<|endoftext|>"),
         eos="<|im_end|>",
         think=_THINK if think else None,
-        opens_thought=opens_thought,
+        opens_reasoning=opens_reasoning,
         calls=calls,
     )
 
@@ -115,10 +115,10 @@ FAMILIES = (
     ),
     _qwen("qwen3", "Qwen3-* (hybrid)", calls="hermes", think=True),
     _qwen("qwen3_instruct_2507", "Qwen3-*-Instruct-2507", calls="hermes", think=False),
-    _qwen("qwen3_thinking_2507", "Qwen3-*-Thinking-2507", calls="hermes", think=True, opens_thought=True),
+    _qwen("qwen3_thinking_2507", "Qwen3-*-Thinking-2507", calls="hermes", think=True, opens_reasoning=True),
     _qwen("qwen3_coder", "Qwen3-Coder-*", calls="qwen3_xml", think=False),
-    _qwen("qwen3_5", "Qwen3.5-*", calls="qwen3_xml", think=True, opens_thought=True),
-    _qwen("qwen3_6", "Qwen3.6-*", calls="qwen3_xml", think=True, opens_thought=True),
+    _qwen("qwen3_5", "Qwen3.5-*", calls="qwen3_xml", think=True, opens_reasoning=True),
+    _qwen("qwen3_6", "Qwen3.6-*", calls="qwen3_xml", think=True, opens_reasoning=True),
     Family(
         "llama3_1", "Llama-3.1-*-Instruct", special=_LLAMA, markup=(), bos="<|begin_of_text|>", eos="<|eot_id|>",
         stops=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"), calls="llama3_json", num_parallel=1,
@@ -129,7 +129,7 @@ FAMILIES = (
     ),
     Family(
         "deepseek_r1", "DeepSeek-R1-Distill-*", special=_DEEPSEEK, markup=_DEEPSEEK_MARKUP, bos=_DEEPSEEK[0],
-        eos=_DEEPSEEK[1], stops=(_DEEPSEEK[1],), think=_THINK, opens_thought=True,
+        eos=_DEEPSEEK[1], stops=(_DEEPSEEK[1],), think=_THINK, opens_reasoning=True,
     ),
     Family(
         "deepseek_v3_1", "DeepSeek-V3.1", special=_DEEPSEEK, markup=_DEEPSEEK_MARKUP, bos=_DEEPSEEK[0],
@@ -159,7 +159,7 @@ FAMILIES = (
     ),
     Family(
         "nemotron_3", "NVIDIA-Nemotron-3-Nano-*", special=_NEMOTRON,
-        markup=(), stops=("<|im_end|>", "</s>"), eos="<|im_end|>", bos="<s>", think=_THINK, opens_thought=True,
+        markup=(), stops=("<|im_end|>", "</s>"), eos="<|im_end|>", bos="<s>", think=_THINK, opens_reasoning=True,
         calls="qwen3_xml",
     ),
     Family(

@@ -259,9 +259,9 @@ class Caller:
     async def resume(self) -> float:
         async def resume() -> float:
             is_blind = self._engine.weight_version is None
-            look_s = await self._engine.resume()  # an engine that has refused its weights refuses this too
+            canary_s = await self._engine.resume()  # an engine that has refused its weights refuses this too
             self._link.num_blind_resumes += is_blind
-            return look_s
+            return canary_s
 
         return await self._order(CommandKind.FREEZE, resume)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from agentloop.concurrency.clock import Clock
-from agentloop.engine.interface import HeldIn, PushSource, StageReport, WeightUpdate
+from agentloop.engine.interface import PushSource, StageReport, StagingDevice, WeightUpdate
 from agentloop.errors import CheckpointUnreadable
 from agentloop.simulation.engine import SimulatedEngine
 
@@ -93,8 +93,8 @@ class Receiver:
     async def stage(self, update: WeightUpdate) -> StageReport:
         sender = self._wire.find(update)
         if sender.is_one_phase:
-            return StageReport(HeldIn.NOWHERE, "shm")
-        return StageReport(HeldIn.HOST, "shm", 1000, await self._wire.transfer(sender))
+            return StageReport(StagingDevice.NOWHERE, "shm")
+        return StageReport(StagingDevice.HOST, "shm", 1000, await self._wire.transfer(sender))
 
     async def transfer(self, update: WeightUpdate) -> float:
         return await self._wire.transfer(self._wire.find(update))

@@ -213,7 +213,7 @@ class World:
         parts = {"weight_source": receiver, "read_folder": self.read_folder}
         engine = self.make_engine(self.spec(version), clock=clock, policy=self.policy, **parts)
         receiver.engine = engine
-        engine.faults.noise_versions, engine.faults.look_delay_s = NOISE, LOOK_S
+        engine.faults.noise_versions, engine.faults.canary_delay_s = NOISE, LOOK_S
         await engine.start()
         link = FaultyLink(engine, self.network, stall)
         url = f"sim://{replica_id}/{self.num_processes}"

@@ -47,7 +47,7 @@ from agentloop_tools.sandbox.images import ImageStore, RootImage, host_image
 from agentloop_tools.sandbox.port import DEFAULT_LIMITS, FOLDER, SandboxLimits, SandboxSource
 
 NOBODY = 65534
-MIN_VERSION = (0, 8)  # of bubblewrap: the version that the tests use
+MIN_VERSION = (0, 8)  # the version of bubblewrap that the tests use
 MAX_DEPTH = 64  # nesting of folders; a deeper folder counts as too many files
 _TMP_BYTES = 64 << 20
 _START_S = 20.0

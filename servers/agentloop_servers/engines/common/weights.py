@@ -20,10 +20,10 @@ import structlog
 from agentloop.engine.interface import (
     CommitReport,
     GroupInit,
-    HeldIn,
     LeaveGroup,
     PushSource,
     StageReport,
+    StagingDevice,
     TensorInfo,
     TensorNames,
     TrainerOrder,
@@ -178,7 +178,7 @@ class EngineWeights:
         if update.is_probe:
             directory = update.adapter or update.directory or ""
             contents = self._folders.get(directory) or (await self._read(update))[1]
-            return StageReport(HeldIn.FILES, "directory", contents.num_bytes, digest=contents.digest)
+            return StageReport(StagingDevice.FILES, "directory", contents.num_bytes, digest=contents.digest)
         async with self._stage_lock:
             self._staged, transfer, self._transfer = None, self._transfer, None
             stamps: tuple[FileStamp, ...] = ()
@@ -191,7 +191,7 @@ class EngineWeights:
                     )
                 number, (_, contents) = next(self._numbers), await self._read(update)
                 stamps = contents.stamps
-                report = StageReport(HeldIn.FILES, "adapter", contents.num_bytes, digest=contents.digest)
+                report = StageReport(StagingDevice.FILES, "adapter", contents.num_bytes, digest=contents.digest)
             else:
                 number = next(self._numbers)
                 report = await self._stage_tensors(number, update)

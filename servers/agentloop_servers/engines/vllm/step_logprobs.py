@@ -47,7 +47,7 @@ class _Rows:
     """Takes the place of a step's logprobs in the scheduler, which slices them for each request."""
 
     def __init__(self, firsts: Sequence[int] | None) -> None:
-        self._firsts = firsts  # of each request; None: each has one row
+        self._firsts = firsts  # the first row of each request; None: one row per request
 
     def slice_request(self, index: int, num_tokens: int) -> range:
         first = index if self._firsts is None else self._firsts[index]
@@ -70,7 +70,7 @@ def pack(outputs: Sequence[Any], logprobs: Any) -> None:
 
 
 def unpack(outputs: Sequence[Any]) -> None:
-    """Give each output with logprobs the rows of the step, and the range that is its own."""
+    """Set the `new_logprobs` of each output to the step's rows and the range of its own rows."""
     packed = outputs[0].new_logprobs if outputs else None
     if packed is None:
         return

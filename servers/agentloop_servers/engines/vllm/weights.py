@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentloop.engine.adapters import HeldAdapter, HeldAdapters
-from agentloop.engine.interface import Adapter, CommitReport, HeldIn, StageReport
+from agentloop.engine.interface import Adapter, CommitReport, StageReport, StagingDevice
 from agentloop.engine.weight_digest import FolderContents, check_digest
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, EngineError
 from agentloop_servers.engines.common.adapters import AdapterFolder
@@ -73,7 +73,7 @@ class LoraAdapters:
         """Implement `Engine.load_adapter`."""
         async with self._changing:
             if (served := self._held.serving(adapter)) is not None:
-                return StageReport(HeldIn.DEVICE, "adapter", digest=served.digest)
+                return StageReport(StagingDevice.DEVICE, "adapter", digest=served.digest)
             await self._free_unused()
             held = self._held.new(adapter)
             contents = await asyncio.to_thread(self._folder.check, adapter.directory)
@@ -96,7 +96,7 @@ class LoraAdapters:
                 raise
             self._held.serve(held)
             load_ms = (time.perf_counter() - started_at) * 1e3
-            return StageReport(HeldIn.DEVICE, "adapter", contents.num_bytes, load_ms, contents.digest)
+            return StageReport(StagingDevice.DEVICE, "adapter", contents.num_bytes, load_ms, contents.digest)
 
     async def unload(self, name: str) -> None:
         """Implement `Engine.unload_adapter`."""

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 import pytest
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable
-from agentloop.parsers.base import ThoughtMarks
+from agentloop.parsers.base import ReasoningDelimiters
 from agentloop.parsers.by_name import get_parser
-from agentloop.parsers.grammar import behind_thought
+from agentloop.parsers.grammar import after_reasoning
 from agentloop.types import Constraint, ConstraintKind
 from agentloop_servers.engines.common.constraints import MAX_CPU_S, MAX_TRIALS, ConstraintTrials, Trial
 
@@ -126,7 +126,7 @@ async def test_a_keyword_that_is_not_enforced_is_refused_by_name_everywhere(
     tag = {"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "json_schema"}] * 2}}
     tag["format"]["elements"][1] = {"type": "json_schema", "json_schema": value}  # type: ignore[index]
     next_to_tools = Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag))
-    for constraint in (schema(value), nested, next_to_tools, behind_thought(schema(value), ThoughtMarks())):
+    for constraint in (schema(value), nested, next_to_tools, after_reasoning(schema(value), ReasoningDelimiters())):
         with pytest.raises(InvalidRequest, match=keyword):
             await ConstraintTrials(patience_s=math.inf).check(constraint)
     for parser in ("hermes", "qwen3_xml", "glm45", "lfm2", "harmony"):

@@ -32,10 +32,10 @@ from agentloop.engine.interface import (
     Delta,
     GroupBackend,
     GroupInit,
-    HeldIn,
     LeaveGroup,
     Packing,
     StageReport,
+    StagingDevice,
     TensorInfo,
     TransferPart,
     WeightUpdate,
@@ -353,7 +353,7 @@ async def test_pushed_weights_wait_beside_the_served_ones(tied_engine: VllmEngin
     version = tied_engine.weight_version
     assert version is not None
     staged, committed = await push(tied_engine, version + 1, POLICY / "v1", sender)
-    assert (staged.held_in, staged.transport) == (HeldIn.HOST, "shm")
+    assert (staged.staging_device, staged.transport) == (StagingDevice.HOST, "shm")
     assert staged.num_bytes > 1e6
     assert committed.num_verified > 10
     await assert_holds(tied_engine, POLICY / "v1", POLICY / "v0")
@@ -415,7 +415,7 @@ async def test_without_memory_for_staging_the_commit_receives(
     version = dummy_engine.weight_version
     assert version is not None
     staged, committed = await push(dummy_engine, version + 1, untied[1], sender)
-    assert staged.held_in is HeldIn.NOWHERE
+    assert staged.staging_device is StagingDevice.NOWHERE
     assert committed.transfer_ms > 0
     await assert_holds(dummy_engine, untied[1], untied[0])
 
@@ -541,9 +541,9 @@ async def test_good_weights_are_looked_at_beside_what_is_in_flight(
     await tied_engine.stage(WeightUpdate(version + 1, str(POLICY / "v0")))
     await tied_engine.pause(PauseMode.KEEP)
     await tied_engine.commit(version + 1)
-    look_s = await tied_engine.resume()
-    print(f"{num_in_flight} in flight: the look took {look_s * 1e3:.1f} ms")
-    assert 0 < look_s < 5
+    canary_s = await tied_engine.resume()
+    print(f"{num_in_flight} in flight: the look took {canary_s * 1e3:.1f} ms")
+    assert 0 < canary_s < 5
     assert await tied_engine.resume() == 0.0
     await asyncio.gather(*asking)
     ends = [pieces[-1] for pieces in heard[:3]]
@@ -596,7 +596,7 @@ async def test_a_trainers_group_brings_weights_beside_the_served_ones(tied_engin
     await sent("whole", infos[:half], 0)
     await sent("whole", infos[half:], 100_000)
     report = await tied_engine.stage(WeightUpdate(version, transfer="whole"))
-    assert (report.held_in, report.transport) == (HeldIn.HOST, "gloo")
+    assert (report.staging_device, report.transport) == (StagingDevice.HOST, "gloo")
     await tied_engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
     await tied_engine.commit(version)
     await tied_engine.resume()
