@@ -174,7 +174,7 @@ class _CallReader:
         written = (rf"(?:\s*+{loose(mark)})" + ("" if mark == needed else "?") for mark in ends)
         self._end = re.compile("".join(written) + closes)
         # The text that may follow a complete JSON object in place of the call's closing delimiter.
-        self._forgiven = re.compile(rf"\s*+(?:\Z|{opening.pattern}|{loose(form.section[1]) or _NEVER})")
+        self._lenient = re.compile(rf"\s*+(?:\Z|{opening.pattern}|{loose(form.section[1]) or _NEVER})")
         separator = loose(form.separator)
         after = rf"{separator}\s*+" if separator and not form.is_single else rf"(?:{separator})?\s*+(?=\{{)"
         self._next = re.compile(rf"\s*+{after}" if form.is_listed else _NEVER)
@@ -245,7 +245,7 @@ class _CallReader:
             name, call_id = numbered[1], name if numbered[2] else ""
         arguments, end = notation.read(text, head.end(), limit, check_name(name), tools)
         closed = self._end.match(text, end)
-        if closed is None and not (isinstance(notation, JsonArguments) and self._forgiven.match(text, end)):
+        if closed is None and not (isinstance(notation, JsonArguments) and self._lenient.match(text, end)):
             further = f"{notation.open}... or " if isinstance(notation, TextParameters) else ""
             error = f"expected {further}{''.join(delimiters_of(form.end))} after the arguments of the tool call"
             raise MalformedCall(error, name, begun_json(arguments), end)
@@ -255,7 +255,7 @@ class _CallReader:
     def _object(self, keys: ObjectKeys, text: str, start: int, limit: int, names: set[str] | None) -> _Call | None:
         end = value_end(text, start, limit) if text.startswith("{", start) else -1
         closed = self._end.match(text, end) if end >= 0 else None
-        if end < 0 or (closed is None and self._forgiven.match(text, end) is None):
+        if end < 0 or (closed is None and self._lenient.match(text, end) is None):
             end = self._ends(text, start)[0]
         call = keys.read(text[start:end], names, lenient=self.form.is_lenient)
         if call is None:

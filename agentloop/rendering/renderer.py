@@ -36,8 +36,8 @@ from agentloop.rendering.prompt_text import (
     outline_of,
     token_text,
 )
+from agentloop.rendering.template_check import TOOLS, BridgeReport, examine
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
-from agentloop.rendering.trial import TOOLS, BridgeReport, examine
 from agentloop.types import JSON, Message, Thinking
 from agentloop.values.vocabulary import read_json, tokenizer_json
 

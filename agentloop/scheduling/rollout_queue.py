@@ -20,6 +20,7 @@ from types import MappingProxyType
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id_of
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
 from agentloop.scheduling.dispatch_order import DispatchOrder, Placed, TryToPlace, UserTurns
+from agentloop.scheduling.poison_isolation import PoisonIsolation, is_trial
 from agentloop.scheduling.samples import (
     Cancellation,
     LiveGroup,
@@ -32,7 +33,6 @@ from agentloop.scheduling.samples import (
     task_sizes,
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
-from agentloop.scheduling.suspect_trials import SuspectTrials, is_trial
 from agentloop.types import Lease, LossCause, RolloutGroup, StopReason
 
 _MOST_SHARED = 4  # in units of `max_attempts`: deaths shared with other samples after which a sample also fails
@@ -76,7 +76,7 @@ class RolloutQueue:
         self._live: dict[str, Sample] = {}  # the queued and running samples
         self._users = users or UserTurns()
         self._order = DispatchOrder(self._users)
-        self._suspects = SuspectTrials()
+        self._suspects = PoisonIsolation()
         self._num_bytes = 0  # bytes of the tasks without records
         self._budgets = StalenessBudgets()
         self._versions, self._now = FleetVersions(), 0.0  # as of the last `set_versions`

@@ -27,8 +27,8 @@ from agentloop.errors import (
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
 from agentloop.rendering.prompt_text import ChatTemplate, PromptText, TemplateForm, masked_tool
 from agentloop.rendering.renderer import HiddenMessages, ModelText, RenderSettings, model_text
+from agentloop.rendering.template_check import examine
 from agentloop.rendering.tokenizer import Tokens
-from agentloop.rendering.trial import examine
 from agentloop.types import JSON, Message, Thinking
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ import structlog
 from transformers import PreTrainedTokenizerFast
 
 from agentloop.errors import AgentLoopError, TemplateError
-from agentloop.generation.self_test import DERIVED
+from agentloop.generation.round_trip import DERIVED
 from agentloop.types import Message
 from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
 from agentloop_servers.config.service import ChatSettings

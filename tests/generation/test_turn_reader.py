@@ -127,10 +127,10 @@ def test_unfinished_characters_cost_linear_time(reader: TurnReader, renderer: Te
 # --- turns ------------------------------------------------------------------------------------------------
 
 
-def read(reader: TurnReader, text: str, *, calls: bool = True, thoughts: bool = True, is_thinking: bool = False):
+def read(reader: TurnReader, text: str, *, calls: bool = True, reasoning: bool = True, is_thinking: bool = False):
     """One token a character, so that spans are offsets into the text."""
     decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
-    return reader.read(decoded, Reading((), 3, calls, thoughts, is_thinking))
+    return reader.read(decoded, Reading((), 3, calls, reasoning, is_thinking))
 
 
 def test_a_thought_at_the_start_is_no_content(reader: TurnReader):

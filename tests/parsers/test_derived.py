@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.errors import ParserMismatch
-from agentloop.generation.self_test import DERIVED, derived_parser, self_test
+from agentloop.generation.round_trip import DERIVED, derived_parser, round_trip_test
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText, segments
@@ -80,7 +80,7 @@ def read(
 
 def test_calls_are_read_as_they_were_written_and_cut_ones_are_no_others(family, chat) -> None:
     renderer, parser = chat
-    self_test(renderer, parser, DERIVED)
+    round_trip_test(renderer, parser, DERIVED)
     reader = TurnReader(renderer, parser)
     calls = [("book", BOOKED), ("now", {}), ("order", {"note": "a\nb <x> 日本", "level": 3, "seats": []})]
     text = rendered(chat, *calls)

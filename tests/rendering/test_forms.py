@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from agentloop.errors import TemplateNotPrefixStable
-from agentloop.generation.self_test import self_test
+from agentloop.generation.round_trip import round_trip_test
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import TurnEnd
@@ -77,7 +77,7 @@ def test_a_turn_is_cut_out_at_the_beginning_of_its_first_mark(tmp_path: Path):
     renderer = TemplateRenderer.from_directory(
         write_folder(tmp_path, source.replace("'\\n' if message.content or", "'\\n' if")), FORK
     )
-    test = self_test(renderer, get_parser("hermes"), "hermes")
+    test = round_trip_test(renderer, get_parser("hermes"), "hermes")
     assert test.call_text
     assert test.call_text.startswith("<tool_call>")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.errors import TemplateError
-from agentloop.generation.self_test import self_test
+from agentloop.generation.round_trip import round_trip_test
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, model_text
 from agentloop.types import Message
@@ -70,7 +70,7 @@ def test_a_tiktoken_vocabulary_is_read_as_tiktoken_reads_it(tmp_path: Path) -> N
         assert ids == expected.encode(text, allowed_special="all")
         assert tokens.decode(ids) == text
     renderer = TemplateRenderer.from_directory(tmp_path, RenderSettings(on_unstable=OnUnstable.FORK))
-    assert self_test(renderer, get_parser("kimi_k2"), "kimi_k2").call_text
+    assert round_trip_test(renderer, get_parser("kimi_k2"), "kimi_k2").call_text
 
 
 def test_marks_at_other_ids_than_declared_are_refused(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_a_tekken_vocabulary_is_read_with_the_template_of_its_library(tmp_path: 
         assert renderer.tokens.encode(text) == expected.encode(text, bos=False, eos=False)
     prompt = renderer.render([Message("user", "the bird")], TOOLS)
     assert prompt[0] == NAMES.index("<s>")
-    assert self_test(renderer, get_parser("mistral"), "mistral").call_text
+    assert round_trip_test(renderer, get_parser("mistral"), "mistral").call_text

@@ -15,7 +15,7 @@ import structlog
 
 from agentloop import parts
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
-from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, self_test, without_calls
+from agentloop.generation.round_trip import DERIVED, RoundTripTest, derived_parser, round_trip_test, without_calls
 from agentloop.parsers.base import NoCallsParser, Parser, ReasoningDelimiters
 from agentloop.parsers.by_name import choose_parser, get_parser
 from agentloop.parsers.call_format import FormatParser
@@ -42,7 +42,7 @@ class ChatFormat:
     parser: Parser
     name: str  # the parser's name
     reason: str  # why this parser was chosen
-    test: SelfTest
+    test: RoundTripTest
 
 
 def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
@@ -120,7 +120,7 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
     """
     if isinstance(renderer, TextOnlyRenderer):
         nothing = NoCallsParser(ReasoningDelimiters())
-        return ChatFormat(renderer, nothing, NO_PARSER, renderer.objection, SelfTest(False, False))
+        return ChatFormat(renderer, nothing, NO_PARSER, renderer.objection, RoundTripTest(False, False))
     if settings.parser == NO_PARSER:
         return _without_tools(renderer, "it is configured")
     if settings.parser != AUTO:
@@ -145,7 +145,7 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
 
 
 def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChatFormat:
-    return ChatFormat(renderer, parser, name, reason, self_test(renderer, parser, name))
+    return ChatFormat(renderer, parser, name, reason, round_trip_test(renderer, parser, name))
 
 
 def _without_tools(renderer: Renderer, reason: str) -> ChatFormat:

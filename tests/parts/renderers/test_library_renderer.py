@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable, UnsupportedParameter
-from agentloop.generation.self_test import parsers_that_fit, self_test
+from agentloop.generation.round_trip import parsers_that_fit, round_trip_test
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import TurnEnd
@@ -176,11 +176,11 @@ def test_content_becomes_no_control_token(pairs: dict[str, Pair], family: str) -
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("deepseek_r1", "deepseek_v3_1")])
 def test_the_library_and_our_own_parsers_read_its_turns(pairs: dict[str, Pair], family: str) -> None:
     pair = pairs[family]
-    test = self_test(pair.library, LibraryParser(pair.folder, pair.library_name), "renderers")
+    test = round_trip_test(pair.library, LibraryParser(pair.folder, pair.library_name), "renderers")
     assert test.call_text
     own = parsers_that_fit(pair.library)
     assert own
-    assert self_test(pair.library, get_parser(own[0]), own[0]).call_text == test.call_text
+    assert round_trip_test(pair.library, get_parser(own[0]), own[0]).call_text == test.call_text
 
 
 def test_a_message_that_the_library_drops_is_refused(pairs: dict[str, Pair]) -> None:

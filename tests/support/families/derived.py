@@ -6,7 +6,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-from agentloop.generation.self_test import derived_parser
+from agentloop.generation.round_trip import derived_parser
 from agentloop.parsers.call_format import FormatParser
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from tests.support.families import table

@@ -1,11 +1,11 @@
-"""Conversion of constraints to xgrammar's format, and a trial compilation before a constraint reaches an engine.
+"""Conversion of constraints to xgrammar's format, and a check compilation before a constraint reaches an engine.
 
 An engine compiles a constraint concurrently with its steps and advances the grammar within a step: a constraint
 that allows no text, or needs long for a token, would fail late or delay all other requests. Each constraint is
 therefore first compiled and walked here, byte by byte, in a thread. The verdict does not depend on the host's load:
-a trial that uses more than `MAX_CPU_S` of CPU time rejects the constraint, and a trial that is still short of CPU
+a check that uses more than `MAX_CPU_S` of CPU time rejects the constraint, and a check that is still short of CPU
 time has no verdict yet. A thread cannot be stopped, so it continues; later calls for the same constraint wait for
-it, and at most `MAX_TRIALS` run at the same time. Keywords that xgrammar accepts but does not enforce are rejected
+it, and at most `MAX_CHECKS` run at the same time. Keywords that xgrammar accepts but does not enforce are rejected
 too.
 """
 
@@ -31,9 +31,9 @@ from agentloop.parsers.json_schema import unenforced
 from agentloop.types import JSON, Constraint, ConstraintKind
 from agentloop_servers.engines.common.process import one_line
 
-MAX_CPU_S = 5.0  # CPU time of one trial; a constraint that takes longer to compile would delay the engine
+MAX_CPU_S = 5.0  # CPU time of one check; a constraint that takes longer to compile would delay the engine
 PATIENCE_S = 10.0
-MAX_TRIALS = 8
+MAX_CHECKS = 8
 MAX_TOKEN_S = 0.02  # CPU time of the thread for one byte's mask; a real vocabulary takes longer
 NUM_REMEMBERED = 4096
 
@@ -63,19 +63,18 @@ def structural_tag(constraint: Constraint) -> str | None:
             return constraint_of(format_of(constraint)).text
 
 
-class Trial:
-    """The trial compilation of one constraint, in a thread."""
+class ConstraintCheck:
+    """The compilation of one constraint as a check, in a thread."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.verdict: Future[str] = Future()  # the reason to reject the constraint; "" if it is valid
-        self._clock: tuple[int, float] | None = (
-            None  # the thread's CPU clock, and its time at the start of the trial
-        )
+        # The thread's CPU clock, and its time at the start of the check.
+        self._clock: tuple[int, float] | None = None
         # A daemon thread, so that interpreter shutdown does not wait for it.
-        threading.Thread(target=self._run, args=(constraint,), name="constraint trial", daemon=True).start()
+        threading.Thread(target=self._run, args=(constraint,), name="constraint check", daemon=True).start()
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that the trial has used, excluding the import of xgrammar."""
+        """Return the CPU seconds that the check has used, excluding the import of xgrammar."""
         if self._clock is None:
             return 0.0
         try:
@@ -89,27 +88,30 @@ class Trial:
 
             self._clock = time.pthread_getcpuclockid(threading.get_ident()), time.thread_time()
             problem = problem_of(xgrammar, constraint)
-            # Apply the limit also to a trial that finished before a caller polled its CPU time.
+            # Apply the limit also to a check that finished before a caller polled its CPU time.
             self.verdict.set_result(problem if problem or self.cpu_s() <= MAX_CPU_S else _TOO_SLOW)
         except Exception as error:
             # Remove the timestamp and source location with which xgrammar's messages start.
             self.verdict.set_result(_PLACE.sub("", one_line(error)))
 
 
-class ConstraintTrials:
-    """Runs the trials of one engine's constraints, on one event loop. Passed constraints are cached."""
+class ConstraintChecks:
+    """Runs the checks of one engine's constraints, on one event loop. Passed constraints are cached."""
 
-    def __init__(self, start: Callable[[Constraint], Trial] = Trial, patience_s: float = PATIENCE_S) -> None:
-        """`patience_s` is the wall time that a call waits for a trial, in seconds."""
+    def __init__(
+        self, start: Callable[[Constraint], ConstraintCheck] = ConstraintCheck, patience_s: float = PATIENCE_S
+    ) -> None:
+        """`patience_s` is the wall time that a call waits for a check, in seconds."""
         self._start = start
         self._patience_s = patience_s
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._trials: dict[bytes, Trial] = {}  # running trials, and finished ones whose verdict was not read yet
+        # Running checks, and finished checks whose verdict was not read yet.
+        self._checks: dict[bytes, ConstraintCheck] = {}
 
     async def check(self, constraint: Constraint) -> None:
         """Raise InvalidRequest for a constraint that must not reach an engine.
 
-        Raise ServiceUnavailable if its trial has not had enough CPU time yet, or cannot start.
+        Raise ServiceUnavailable if its check has not had enough CPU time yet, or cannot start.
         """
         digest = xxhash.xxh3_128_digest(f"{constraint.kind} {constraint.text}".encode("utf-8", "surrogatepass"))
         if digest not in self._passed:
@@ -121,30 +123,30 @@ class ConstraintTrials:
         self._passed.move_to_end(digest)
 
     async def _try(self, digest: bytes, constraint: Constraint) -> str:
-        """Return the verdict of the constraint's trial. Calls with equal constraints share one trial."""
-        trial = self._trials.get(digest)
-        if trial is None:
-            self._trials = {key: trial for key, trial in self._trials.items() if not trial.verdict.done()}
-            if len(self._trials) >= MAX_TRIALS:
+        """Return the verdict of the constraint's check. Calls with equal constraints share one check."""
+        check = self._checks.get(digest)
+        if check is None:
+            self._checks = {key: check for key, check in self._checks.items() if not check.verdict.done()}
+            if len(self._checks) >= MAX_CHECKS:
                 raise ServiceUnavailable(
-                    f"{len(self._trials)} other constraints are being compiled, which is the limit: retry later",
+                    f"{len(self._checks)} other constraints are being compiled, which is the limit: retry later",
                     param="constraint",
                 )
-            trial = self._trials[digest] = self._start(constraint)
-        verdict = asyncio.wrap_future(trial.verdict)
+            check = self._checks[digest] = self._start(constraint)
+        verdict = asyncio.wrap_future(check.verdict)
         give_up_at = time.monotonic() + self._patience_s
         while True:
             done, _ = await asyncio.wait(
                 [verdict], timeout=min(_POLL_CPU_S, max(give_up_at - time.monotonic(), 0.0))
             )
             if done:
-                self._trials.pop(digest, None)
+                self._checks.pop(digest, None)
                 return verdict.result()
-            if trial.cpu_s() > MAX_CPU_S:
+            if check.cpu_s() > MAX_CPU_S:
                 return _TOO_SLOW
             if time.monotonic() >= give_up_at:
                 raise ServiceUnavailable(
-                    f"this host is too busy to try the constraint: the trial got {trial.cpu_s():.1f} s of CPU time "
+                    f"this host is too busy to try the constraint: the check got {check.cpu_s():.1f} s of CPU time "
                     f"in {self._patience_s:.0f} s and continues; retry the request",
                     param="constraint",
                 )

@@ -55,7 +55,7 @@ from agentloop.values.checks import check_request
 from agentloop.values.sampled_tokens import SampledTokens
 from agentloop_servers.engines.common.calls import Call, Calls
 from agentloop_servers.engines.common.config import ProcessEngineConfig
-from agentloop_servers.engines.common.constraints import ConstraintTrials
+from agentloop_servers.engines.common.constraints import ConstraintChecks
 from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights, Staged
 
@@ -76,7 +76,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self._served_weights = weights
         self._info: EngineInfo | None = None
         self._lifecycle = EngineLifecycle(has_begun=lambda: self._calls.num_admitted > 0)
-        self._calls = Calls(process, self._lifecycle, ConstraintTrials().check)
+        self._calls = Calls(process, self._lifecycle, ConstraintChecks().check)
         self._num_streams = 0
 
     @property

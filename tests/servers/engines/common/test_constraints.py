@@ -15,7 +15,7 @@ from agentloop.parsers.base import ReasoningDelimiters
 from agentloop.parsers.by_name import get_parser
 from agentloop.parsers.grammar import after_reasoning
 from agentloop.types import Constraint, ConstraintKind
-from agentloop_servers.engines.common.constraints import MAX_CPU_S, MAX_TRIALS, ConstraintTrials, Trial
+from agentloop_servers.engines.common.constraints import MAX_CHECKS, MAX_CPU_S, ConstraintCheck, ConstraintChecks
 
 
 def schema(value: object) -> Constraint:
@@ -72,29 +72,29 @@ BAD = {
 
 @pytest.mark.parametrize("what", GOOD)
 async def test_a_good_constraint_passes_and_is_remembered(what: str) -> None:
-    trials = ConstraintTrials(patience_s=math.inf)
-    await trials.check(GOOD[what])
+    checks = ConstraintChecks(patience_s=math.inf)
+    await checks.check(GOOD[what])
     started_s = time.process_time()
     for _ in range(100):
-        await trials.check(GOOD[what])
+        await checks.check(GOOD[what])
     assert time.process_time() - started_s < 1
 
 
 @pytest.mark.parametrize("what", BAD)
 async def test_a_bad_constraint_is_refused_with_its_reason(what: str) -> None:
     constraint, reason = BAD[what]
-    trials = ConstraintTrials(patience_s=math.inf)
+    checks = ConstraintChecks(patience_s=math.inf)
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        await trials.check(constraint)
+        await checks.check(constraint)
     assert caught.value.param == "constraint"
-    await trials.check(GOOD["slug"])
+    await checks.check(GOOD["slug"])
 
 
 async def test_the_loop_goes_on_during_a_trial() -> None:
     heavy = schema(
         {"properties": {f"p{index}": {"type": "string", "pattern": "^[a-z]{3,40}$"} for index in range(700)}}
     )
-    trial = asyncio.ensure_future(ConstraintTrials(patience_s=math.inf).check(heavy))
+    trial = asyncio.ensure_future(ConstraintChecks(patience_s=math.inf).check(heavy))
     num_turns = 0
     while not trial.done():
         await asyncio.sleep(0.001)
@@ -128,13 +128,13 @@ async def test_a_keyword_that_is_not_enforced_is_refused_by_name_everywhere(
     next_to_tools = Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag))
     for constraint in (schema(value), nested, next_to_tools, after_reasoning(schema(value), ReasoningDelimiters())):
         with pytest.raises(InvalidRequest, match=keyword):
-            await ConstraintTrials(patience_s=math.inf).check(constraint)
+            await ConstraintChecks(patience_s=math.inf).check(constraint)
     for parser in ("hermes", "qwen3_xml", "glm45", "lfm2", "harmony"):
         with pytest.raises(InvalidRequest, match=keyword):
             forced(parser, value)
 
 
-class FakeTrial(Trial):
+class FakeTrial(ConstraintCheck):
     """A trial that has used some CPU time and has no verdict yet."""
 
     def __init__(self, used_cpu_s: float) -> None:
@@ -148,22 +148,22 @@ class FakeTrial(Trial):
 async def test_the_verdict_depends_on_cpu_time_alone() -> None:
     started: list[FakeTrial] = []
 
-    def start(constraint: Constraint) -> Trial:
+    def start(constraint: Constraint) -> ConstraintCheck:
         started.append(FakeTrial(MAX_CPU_S + 0.1 if constraint.text == "slow" else MAX_CPU_S - 0.1))
         return started[-1]
 
-    trials = ConstraintTrials(start, patience_s=0)
+    checks = ConstraintChecks(start, patience_s=0)
     with pytest.raises(InvalidRequest, match="CPU time"):
-        await trials.check(regex("slow"))
-    for index in range(MAX_TRIALS - 2):  # none of them blocks the next
+        await checks.check(regex("slow"))
+    for index in range(MAX_CHECKS - 2):  # none of them blocks the next
         with pytest.raises(ServiceUnavailable, match="retry the request") as starved:
-            await trials.check(regex(f"starved {index}"))
+            await checks.check(regex(f"starved {index}"))
         assert (starved.value.http_status, starved.value.retryable) == (503, True)
     started[1].verdict.set_result("")
-    await trials.check(regex("starved 0"))  # the same trial, which ended in the meantime
-    assert len(started) == MAX_TRIALS - 1
+    await checks.check(regex("starved 0"))  # the same trial, which ended in the meantime
+    assert len(started) == MAX_CHECKS - 1
     for constraint in (regex("starved 6"), regex("starved 7")):
         with pytest.raises(ServiceUnavailable):
-            await trials.check(constraint)
+            await checks.check(constraint)
     with pytest.raises(ServiceUnavailable, match="which is the limit"):
-        await trials.check(regex("one more"))
+        await checks.check(regex("one more"))

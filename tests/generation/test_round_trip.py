@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentloop.errors import ParserMismatch
-from agentloop.generation.self_test import parsers_that_fit, self_test
+from agentloop.generation.round_trip import parsers_that_fit, round_trip_test
 from agentloop.parsers.by_name import PARSER_NAMES, choose_parser, get_parser
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
@@ -30,7 +30,7 @@ def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TemplateRen
 def test_the_chosen_parser_reads_its_family(renderers: dict[str, TemplateRenderer], family: Family):
     renderer = renderers[family.name]
     name = choose_parser(renderer.facts.template_source, renderer.facts.literals)[0] or "hermes"
-    test = self_test(renderer, get_parser(name), name)
+    test = round_trip_test(renderer, get_parser(name), name)
     assert bool(test.call_text) == renderer.facts.supports_tools
     assert test.opens_reasoning == family.opens_reasoning
     assert ("look_up" in test.call_text) == bool(test.call_text)
@@ -43,7 +43,7 @@ def test_parsers_of_other_families_are_refused(renderers: dict[str, TemplateRend
     assert set(parsers_that_fit(renderer)) == fitting
     wrong = next(name for name in PARSER_NAMES if name not in fitting)
     with pytest.raises(ParserMismatch):
-        self_test(renderer, get_parser(wrong), wrong)
+        round_trip_test(renderer, get_parser(wrong), wrong)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_parsers_of_other_families_are_refused(renderers: dict[str, TemplateRend
 )
 def test_a_mismatch_names_parser_text_and_those_that_fit(renderers, family: str, shown: str, fitting: str):
     with pytest.raises(ParserMismatch) as caught:
-        self_test(renderers[family], get_parser("hermes"), "hermes")
+        round_trip_test(renderers[family], get_parser("hermes"), "hermes")
     message = caught.value.message
     assert "'hermes'" in message
     assert shown in message
@@ -71,6 +71,6 @@ def test_a_mismatch_names_parser_text_and_those_that_fit(renderers, family: str,
 def test_thoughts_are_read_where_the_prompt_leaves_room_for_them(tmp_path, family, kwargs, thoughts):
     settings = RenderSettings(kwargs=kwargs)
     renderer = TemplateRenderer.from_directory(write_family(tmp_path, family), settings)
-    test = self_test(renderer, get_parser("hermes"), "hermes")
+    test = round_trip_test(renderer, get_parser("hermes"), "hermes")
     assert test.call_text
     assert test.reasoning == thoughts

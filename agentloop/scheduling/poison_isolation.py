@@ -22,7 +22,7 @@ TRIAL_S = 300.0
 TRIAL_WAIT_S = 60.0
 
 
-class SuspectTrials:
+class PoisonIsolation:
     """The queued suspects, and the rule by which a worker may run them."""
 
     def __init__(self) -> None:

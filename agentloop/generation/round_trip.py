@@ -22,7 +22,7 @@ from agentloop.parsers.call_format import FormatParser
 from agentloop.parsers.derive import NAMES, PROBES, Underivable, derive
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.prompt_text import reasoning_delimiters
-from agentloop.rendering.trial import CLOSED, OPENED, QUESTION, TOOL_NAME, TOOLS
+from agentloop.rendering.template_check import CLOSED, OPENED, QUESTION, TOOL_NAME, TOOLS
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 _ARGUMENTS: Mapping[str, JSON] = {"word": "rook", "limit": 3}
@@ -65,7 +65,7 @@ _PROVING = (
 
 
 @dataclass(frozen=True, slots=True)
-class SelfTest:
+class RoundTripTest:
     """The results of a passed test. `call_text` is empty if the model's turns have no calls."""
 
     reasoning: bool  # reasoning was written and parsed
@@ -86,7 +86,7 @@ _Turns: TypeAlias = tuple[tuple[_RenderedTurn, ...], _RenderedTurn]
 """The calling turn in every form that the renderer has, none if it shows no tools; and an answer."""
 
 
-def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
+def round_trip_test(renderer: Renderer, parser: Parser, parser_name: str) -> RoundTripTest:
     """Parse a rendered call, reasoning and answer.
 
     Raises ParserMismatch, which names the parser, the text, and the built-in parsers that read it, and
@@ -97,14 +97,14 @@ def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
     for turn in read:
         if (problem := _problem(reader, turn)) is not None:
             raise ParserMismatch(_mismatch(renderer, turns, parser_name, turn, problem), param="parser")
-    return SelfTest(
+    return RoundTripTest(
         reasoning=any(turn.written.reasoning for turn in read),
         opens_reasoning=reader.is_thinking(renderer.render([_ASKED], ())),
         call_text=read[0].text if len(read) > 1 else "",
     )
 
 
-def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
+def without_calls(renderer: Renderer) -> tuple[NoCallsParser, RoundTripTest]:
     """Return a parser of reasoning without calls, by the renderer's marks, and the results.
 
     Raises TemplateError if nothing can be rendered.
@@ -112,7 +112,7 @@ def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
     thoughts, headers, shows_reasoning = _delimiters_of(renderer)
     parser = NoCallsParser(thoughts, headers)
     opens = TurnReader(renderer, parser).is_thinking(renderer.render([_ASKED], ()))
-    return parser, SelfTest(reasoning=shows_reasoning, opens_reasoning=opens)
+    return parser, RoundTripTest(reasoning=shows_reasoning, opens_reasoning=opens)
 
 
 def _delimiters_of(renderer: Renderer) -> tuple[ReasoningDelimiters, tuple[str, ...], bool]:
