@@ -55,6 +55,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which pip looks for wheels, instead of an index."""
     folder = tmp_path / "index"
     folder.mkdir()
+    monkeypatch.setattr(fetch, "_SAY_AFTER_S", 3600.0)  # no lines that depend on the machine's speed
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
