@@ -251,6 +251,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.app",
         "agentloop_servers.processes.checks",
         "agentloop_servers.cluster.nodes",
+        "agentloop_servers.config.models",
         "agentloop_servers.config.service",
         "agentloop_servers.coordinator",
         "agentloop_servers.cluster.host",

@@ -98,6 +98,7 @@ def test_the_engines_are_extras():
         assert not objection(engine, pin.partition("==")[2])
     assert set(EXTRAS) == {
         "serve",
+        "environments",
         "export",
         "cpu",
         "vllm",

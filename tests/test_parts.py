@@ -20,6 +20,7 @@ from agentloop.rollout.environment import tasks_of
 from agentloop.rollout.tool import load_tools
 from agentloop.types import Message, RolloutTask, Trajectory
 from agentloop_servers.app import begun_run
+from agentloop_servers.config.models import with_model_folders
 from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
@@ -130,6 +131,25 @@ async def test_names_that_nothing_registers_are_refused_with_those_that_are(acme
         load_tools(["saw"], {})
     with pytest.raises(InvalidRequest, match=r"registered as 'nothing'; there are: .*replay"):
         parts.load(COMMANDS, "nothing", param="command")
+
+
+def test_a_model_of_another_packages_source(acme):
+    lines = []
+    config = with_model_folders(ServiceConfig(model="shelf:tiny_policy"), lines.append)
+    assert (config.model_path().name, config.served_name) == ("v0", "tiny_policy")
+    assert lines == ["taking tiny_policy from the shelf"]
+    with pytest.raises(InvalidRequest, match=r"no model at cup:board: expected a folder .*; or shelf:NAME"):
+        with_model_folders(ServiceConfig(model="cup:board"), lines.append)
+
+
+def test_without_a_source_only_folders_are_models(only, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    only(Part("agentloop_absent", "models", "", {parts.MODELS: {"published": "agentloop_absent.source:published"}}))
+    folder = ServiceConfig(model="examples/tiny_policy/v0")
+    assert with_model_folders(folder, print) == folder
+    missing = r"no model at smol: expected a folder with .*agentloop_absent is not installed: .*\[models\]"
+    with pytest.raises(InvalidRequest, match=missing):
+        with_model_folders(ServiceConfig(model="smol"), print)
 
 
 async def test_a_shell_runs_in_sandboxes_of_another_package(acme):

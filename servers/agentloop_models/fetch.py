@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ CONVERTER_REQUIREMENTS = {"gguf": "gguf==0.19.0", "accelerate": "accelerate==1.1
 """By import package: the requirement that is installed into the cache if the package is missing."""
 
 _BLOCK_BYTES = 1 << 20
+_ABANDONED_AFTER_S = 86_400.0
 _SAY_AFTER_S = 10.0  # between two lines about a running download or conversion
 
 
@@ -94,6 +96,9 @@ def _working_folder(needed_bytes: int) -> Iterator[Path]:
     advice = f"free some space, or set {CACHE_VARIABLE} to a folder on another disk"
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        for folder in cache.glob("partial-*"):  # a killed process leaves its files behind
+            if time.time() - folder.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(folder, ignore_errors=True)
         free_bytes = shutil.disk_usage(cache).free
         if free_bytes < needed_bytes:
             raise InvalidRequest(

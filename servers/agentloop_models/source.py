@@ -42,7 +42,7 @@ def _served_name_of(given: str) -> str:
 
 
 published_models = ModelSource(
-    f"a published model ({', '.join(PUBLISHED)}); a Hugging Face id such as org/name or org/name@revision; or a"
+    f"a published model ({', '.join(PUBLISHED)}), a Hugging Face id such as org/name or org/name@revision, or a"
     " .gguf file",
     _folder_of,
     _served_name_of,

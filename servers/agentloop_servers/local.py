@@ -29,6 +29,7 @@ from agentloop_servers.app import APP_NAME, application
 from agentloop_servers.cluster.host import NICENESS
 from agentloop_servers.cluster.nodes import find_coordinator, for_nodes, node_labels, node_resources, run_trust
 from agentloop_servers.cluster.ray_start import RayStart
+from agentloop_servers.config.models import Say
 from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.net.tcp import free_ports, listening_socket, url_of
@@ -36,8 +37,6 @@ from agentloop_servers.processes.checks import check_hosts, check_resources
 from agentloop_servers.run.locks import pass_on_signal
 
 T = TypeVar("T")
-Say = Callable[[str], object]
-"""Shows a line of progress while a service starts."""
 
 _BESIDE_ENGINES_S = 120.0  # added to the engines' start timeout, so that a failing engine reports its reason first
 WEIGHTS_GRACE_S = 10.0  # time for replicas of a resumed run to report or load their weights

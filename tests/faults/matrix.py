@@ -15,6 +15,7 @@ _SERVICE = "servers/test_service.py::test_"
 _DEPLOY = "servers/test_deploy.py::test_a_service_that_is_deployed_again_goes_on_where_it_was"
 _BAD_REQUESTS = "servers/endpoint/test_bad_requests.py::test_"
 _RETRIES = "sessions/test_retries.py::test_"
+_MODELS = "parts/models/"
 _BAD_INPUT = "servers/endpoint/test_bad_input.py::test_"
 _KEYS = "servers/http/test_bad_keys.py::test_"
 _DISCONNECTS = "servers/endpoint/test_disconnects.py::test_"
@@ -517,6 +518,32 @@ ROWS: tuple[Row, ...] = (
             "servers/engines/vllm/test_vllm_weights.py::test_noise_is_refused_and_no_token_of_it_given_out",
             _SCHEDULES,
         ),
+    ),
+    Row(
+        "an unknown model name; a hub that cannot be reached or refuses; a file that cannot be converted",
+        "one line before anything starts: the accepted forms and known names, or the reason",
+        (
+            f"{_MODELS}test_fetch.py::test_an_unknown_name_lists_the_known_ones",
+            f"{_MODELS}test_hub.py::test_a_hub_that_refuses_is_one_line",
+            f"{_MODELS}test_hub.py::test_a_hub_that_cannot_be_reached_is_one_line",
+            f"{_MODELS}test_convert.py::test_an_architecture_that_cannot_be_converted_is_one_line",
+            f"{_MODELS}test_fetch.py::test_a_file_that_is_no_gguf_is_refused_with_the_converters_reason",
+        ),
+    ),
+    Row(
+        "a model's package is missing or has other bytes; the cache's disk is full",
+        "one line that names the package or the disk; complete packages are kept",
+        (
+            f"{_MODELS}test_fetch.py::test_a_missing_part_is_named_and_the_others_are_not_fetched_again",
+            f"{_MODELS}test_fetch.py::test_a_part_with_other_bytes_is_named_and_the_others_are_kept",
+            f"{_MODELS}test_fetch.py::test_a_wrong_file_and_a_full_disk_are_one_line",
+            f"{_MODELS}test_fetch.py::test_a_disk_that_is_full_in_the_middle_is_one_line",
+        ),
+    ),
+    Row(
+        "messages for a model without a chat template",
+        "400 with the hint `chat.template.file`; text and tokens are completed",
+        ("servers/test_without_template.py::test_a_base_model_completes_text_and_tokens_and_refuses_messages",),
     ),
 )
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import orjson
 import pytest
 
+from agentloop import parts
 from agentloop.api.requests import TaskBody, parse_body, task_fields
 from agentloop.errors import InvalidRequest, ToolError
-from agentloop.rollout import EndEpisode, Environment, tool
+from agentloop.rollout import EndEpisode, Environment, tasks_of, tool
 from agentloop.rollout.environment import LoadedEnvironment, OpenEnvironment, load_environment
 from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.models import ModelCall
+from agentloop.rollout.tool import ToolSpec
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.score import Score
 from agentloop.types import JSON, Message, RolloutTask, StopReason, Trajectory
@@ -386,3 +389,72 @@ def test_a_task_names_it_on_the_wire_and_its_life_is_finite():
     with pytest.raises(InvalidRequest, match=r"is 1.00007e\+06 s, but must be positive and at most 1800"):
         load_environment(f"{__name__}:Looked")
     del Looked.open_timeout_s
+
+
+class Market(Environment):
+    """Stalls of one kind; each task has its own tools, of which one is not in the prompt."""
+
+    @classmethod
+    def variants(cls) -> Sequence[str]:
+        return ["flowers", "fruit", "fruit-2"]
+
+    @classmethod
+    def tasks(cls) -> Sequence[RolloutTask]:
+        return [kitchen_task(f"{cls.variant} {number}", task_id=f"{number}") for number in range(5)]
+
+    @classmethod
+    def task_tools(cls, task: RolloutTask) -> Sequence[ToolSpec]:
+        return [ToolSpec("buy", "Buy.", {}), ToolSpec("haggle", "Haggle.", {}, is_listed=False)]
+
+    def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
+        if name == "haggle" and not arguments:
+            raise ToolError("say a price")
+        return f"{name} {self.variant} {sorted(arguments)}"
+
+
+@pytest.fixture
+def market(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment `market`, registered."""
+    monkeypatch.setattr(parts, "registered", lambda group: {"market": f"{__name__}:Market"})
+
+
+def test_a_variant_and_a_choice_of_tasks_by_name(market):
+    assert [one.task_id for one in tasks_of("market:fruit-2", count=2)] == ["0", "1"]
+    shuffled = [one.task_id for one in tasks_of("market:fruit", seed=3)]
+    assert shuffled == [one.task_id for one in tasks_of("market:flowers", seed=3)]
+    assert sorted(shuffled) == ["0", "1", "2", "3", "4"]
+    assert shuffled != sorted(shuffled)
+    assert tasks_of("market:fruit", count=1)[0].environment == "market:fruit"
+    assert load_environment("market:fruit").kind is load_environment("market:fruit").kind
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("market:fruits", "'market' has no variant 'fruits'; did you mean fruit"),
+        ("market:zzz", "has no variant 'zzz'; expected flowers, fruit, fruit-2"),
+        ("market", "'market' needs a variant, as in market:flowers; expected flowers, fruit"),
+    ],
+)
+def test_an_unknown_variant_is_refused_with_the_nearest_names(market, name, problem):
+    with pytest.raises(InvalidRequest, match=problem):
+        load_environment(name)
+
+
+def test_a_class_without_variants_has_none(monkeypatch):
+    monkeypatch.setattr(parts, "registered", lambda group: {"kitchen": PATH})
+    with pytest.raises(InvalidRequest, match="environment 'kitchen' has no variants: remove ':large'"):
+        load_environment("kitchen:large")
+
+
+async def test_a_tasks_own_tools_answer_and_one_of_them_is_not_in_the_prompt(market):
+    turns = [call("buy", of=2), call("haggle"), call("haggle", price=1), call("steal"), "done"]
+    record = await record_of(replace(kitchen_task(), environment="market:fruit"), *turns)
+    assert [one.content for one in record.messages if one.role == "tool"] == [
+        "buy fruit ['of']",
+        "Error: say a price",
+        "haggle fruit ['price']",
+        "Error: unknown tool 'steal'. Available: buy",
+    ]
+    tools = LoadedEnvironment(Market, PATH, task=kitchen_task()).tools()
+    assert [name for name, one in tools.items() if one.spec.is_listed] == ["buy"]

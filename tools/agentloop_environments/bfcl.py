@@ -60,7 +60,7 @@ _BOUNDED = frozenset({"precision", "exponent", "decimal_places"})
 _one_call = (
     Lock()
 )  # some methods use globals: mpmath's precision, and a dictionary that is returned and changed later
-_CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
+CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
 _AST_CHECKER = "bfcl_eval.eval_checker.ast_eval.ast_checker"
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 
@@ -253,7 +253,7 @@ def _are_right(entry: BfclEntry, turns: Sequence[Calls]) -> bool:
 
     The policy's results of a turn and the turns before it must contain the gold results of the turn, in any order.
     """
-    checker = import_package(_CHECKER, BFCL_COMMAND)
+    checker = import_package(CHECKER, BFCL_COMMAND)
     apis, gold, results = Apis(entry), Apis(entry), list[str]()
     if len(turns) != len(entry.gold):
         return False  # a limit ended the conversation

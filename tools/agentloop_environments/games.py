@@ -77,27 +77,27 @@ class Game:
         with self._alone():
             random.seed(seed)
             np.random.seed(seed)
-            game = _package().make(f"{name}-raw")
-            self._game = import_package("textarena.wrappers").ActionFormattingWrapper(game)
-            self._game.reset(num_players=1, seed=seed)
+            raw = _package().make(f"{name}-raw")
+            self.game = import_package("textarena.wrappers").ActionFormattingWrapper(raw)
+            self.game.reset(num_players=1, seed=seed)
         self.is_done = False
 
     def observation(self) -> str:
         """Return the game's new messages, without the policy's own moves."""
         action = _package().ObservationType.PLAYER_ACTION
         with self._alone():
-            _, messages = self._game.get_observation()
+            _, messages = self.game.get_observation()
         # Some games exchange arguments for the move, so that its text is the number of the player.
         return "\n\n".join(text for _, text, kind in messages if kind is not action and isinstance(text, str))
 
     def move(self, text: str) -> None:
         """Make a move. An invalid one is answered by the game, or ends it."""
         with self._alone():
-            self.is_done, _ = self._game.step(text)
+            self.is_done, _ = self.game.step(text)
 
     def score(self) -> Score:
         """Return the game's reward. A game that is not over, or that an invalid move ended, has no positive one."""
-        rewards, infos = self._game.close() if self.is_done else ({}, {})
+        rewards, infos = self.game.close() if self.is_done else ({}, {})
         is_invalid = bool(infos.get(0, {}).get("invalid_move"))
         reward = (rewards or {}).get(0, 0.0)
         # For an invalid move some games give their partial reward, others their reason in its place.

@@ -42,7 +42,7 @@ async def run_rollout(
 
     def begin() -> None:
         begin_run(run_dir, console)
-        console.print(f"service  starting {config.num_replicas} replica(s) of {config.model} …", highlight=False)
+        say(f"starting {config.num_replicas} replica(s) of {config.model} …")
 
     def say(line: str) -> None:
         console.print(f"service  {line}", highlight=False, markup=False, soft_wrap=True)

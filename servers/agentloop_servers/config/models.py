@@ -62,18 +62,14 @@ def _resolved(given: str, say: Say) -> tuple[str, str | None]:
     for source in sources:
         if (folder := source.folder_of(given, say)) is not None:
             return str(folder), source.served_name_of(given)
-    forms = "; ".join(source.forms for source in sources) or _without_sources()
-    raise InvalidRequest(
-        f"no model at {given}: expected a folder with config.json, safetensors and a tokenizer; {forms}",
-        param="model",
-    )
-
-
-def _without_sources() -> str:
-    try:
-        return f"other names are resolved by {parts.path_of(parts.MODELS, 'published', param='model')}"
-    except InvalidRequest as error:
-        return f"for other names: {error.message}"
+    forms = ["a folder with config.json, safetensors and a tokenizer", *(source.forms for source in sources)]
+    problem = f"no model at {given}: expected {'; or '.join(forms)}"
+    if not sources:
+        try:
+            parts.path_of(parts.MODELS, "published", param="model")
+        except InvalidRequest as error:  # has the command that installs the missing part
+            problem = f"{problem}; for other names: {error.message}"
+    raise InvalidRequest(problem, param="model")
 
 
 def fitted(config: ServiceConfig) -> ServiceConfig:

@@ -139,7 +139,7 @@ async def test_a_restored_trajectory_continues_with_equal_objects():
 
 
 async def test_a_checker_that_raises_is_an_error_and_not_a_zero(monkeypatch):
-    checker = bfcl.import_package(bfcl._CHECKER)
+    checker = bfcl.import_package(bfcl.CHECKER)
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError("the checker")

