@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from aiohttp import ClientSession
 
 from agentloop import parts
 from agentloop.client import RolloutClient
-from agentloop.errors import InvalidRequest, ToolLost
+from agentloop.errors import Forbidden, InvalidRequest, ToolLost
 from agentloop.parts import COMMANDS, PARTS, Part
 from agentloop.rollout.environment import tasks_of
 from agentloop.rollout.tool import load_tools
@@ -130,6 +131,18 @@ async def test_names_that_nothing_registers_are_refused_with_those_that_are(acme
         load_tools(["saw"], {})
     with pytest.raises(InvalidRequest, match=r"registered as 'nothing'; there are: .*replay"):
         parts.load(COMMANDS, "nothing", param="command")
+
+
+async def test_a_registered_name_with_a_variant_is_no_import_path(acme, tmp_path):
+    async with (
+        whole_service(acme_config(workers={"allowed_imports": []}), tmp_path) as url,
+        RolloutClient(url) as client,
+    ):
+        task = RolloutTask("t", (Message("user", "Hello."),), environment="shop:large-1.5")
+        [record] = [one async for one in await client.submit([task])]
+        assert "environment 'shop' has no variants: remove ':large-1.5'" in (record.error or "")
+        with pytest.raises(Forbidden, match=r"'acme\.shop:Shop' may not be imported here"):
+            await client.submit([replace(task, environment="acme.shop:Shop")])
 
 
 async def test_a_shell_runs_in_sandboxes_of_another_package(acme):
