@@ -44,7 +44,7 @@ _MOVES: Mapping[SampleState, frozenset[SampleState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """What a sample remembers about a silent worker: the attempt that ran there and the failures counted for it.
+    """The record of a silent worker: the attempt that ran there and the failures counted for it.
 
     They are undone if the worker reports the attempt again.
     """
