@@ -44,7 +44,7 @@ ROOTS = ("agentloop", "servers", "tools")
 
 # Budgets in non-blank lines, by package, from `agentloop` (library) to the service and the parts.
 LIBRARY = {
-    "agentloop/values": 3300,  # with the modules at the top of `agentloop`
+    "agentloop/values": 3300,  # includes the modules at the top of `agentloop`
     "agentloop/api": 1150,
     "agentloop/client": 1100,
     "agentloop/agents": 450,
@@ -62,7 +62,7 @@ LIBRARY = {
     "agentloop/simulation": 1100,
 }
 SERVICE = {
-    "servers/agentloop_servers": 1950,  # with the processes and metrics
+    "servers/agentloop_servers": 1950,  # includes the processes and metrics
     "servers/agentloop_servers/config": 600,
     "servers/agentloop_servers/cli": 1180,
     "servers/agentloop_servers/cluster": 950,
@@ -123,7 +123,7 @@ def num_lines(file: Path) -> int:
 
 
 def production() -> list[Path]:
-    """Return every file that is shipped, by its path in the repository."""
+    """Return every shipped file, by its path in the repository."""
     return sorted(path.relative_to(ROOT) for root in ROOTS for path in (ROOT / root).rglob("*.py"))
 
 
@@ -193,7 +193,9 @@ def _sizes(functions: Functions) -> tuple[int, int]:
 
 
 class Profile:
-    """Functions of ours that were entered since `begin`, in all threads: all, and those of one path's own stack."""
+    """Our functions that were entered since `begin`, in all threads: all of them, and those of one path's own
+    stack.
+    """
 
     def __init__(self) -> None:
         self._roots = tuple(str(ROOT / root) for root in ROOTS)
@@ -210,7 +212,7 @@ class Profile:
         return task
 
     def _is_own(self, frame: FrameType | None) -> bool:
-        # A coroutine that is resumed enters its awaiting callers again, so these are among its frame's callers.
+        # A resumed coroutine enters its awaiting callers again, so these are among its frame's callers.
         while frame is not None:
             if (frame.f_code.co_filename, frame.f_code.co_qualname) == self._first:
                 return True
@@ -221,14 +223,14 @@ class Profile:
             return False
 
     def begin(self, path: str) -> None:
-        """Count from now on."""
+        """Start counting."""
         file, name = PATHS.get(path, ("", ""))
         self._first, self._all, self._own = (str(ROOT / file), name), set(), set()
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
     def end(self) -> tuple[Functions, Functions]:
-        """Return the functions of the path's own stack, and all."""
+        """Return the functions of the path's own stack, and all functions."""
         sys.setprofile(None)
         threading.setprofile(None)
         own, everything = (
