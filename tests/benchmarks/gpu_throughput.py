@@ -13,7 +13,7 @@ token count is drawn from 0.5 to 1.5 times `--sampled`, so that turns end in dif
 - `service`: agent loops whose tool answers at once;
 - `endpoint`, `streams`: agents in separate processes, in sessions of the chat endpoint;
 - `bare`: requests of the same sizes sent directly to the engine, final-only, in one process, with the service's
-engine arguments;
+  engine arguments;
 - `scored`: loops, while sequences of `--scored` ids are scored, 512 at a time;
 - `idle`: no load; its row of the CPU table is in thousandths of a core.
 

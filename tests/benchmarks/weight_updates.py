@@ -13,8 +13,8 @@ same one (ipc). Variants run one after another, each on a new engine:
 - `one-phase`: ours with `weight_staging` none;
 - `quantised`: `single` of an engine with `--quantization`;
 - `native`: the engine's own path. For vLLM packed NCCL (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); for SGLang
-`update_weights_from_distributed` (nccl), or `update_weights_from_tensor` (ipc). `resend`: abort, update by that
-path, send again.
+  `update_weights_from_distributed` (nccl), or `update_weights_from_tensor` (ipc). `resend`: abort, update by that
+  path, send again.
 
 A variant that fails is printed, and the others still run; the exit status is then 1. `gap` is the time between a
 request's last token under the old weights and its first under the new ones. `transfer` of a baseline is its whole

@@ -1,15 +1,15 @@
-"""What the contract suite needs to know of one engine. Each engine has a case; the suite is one.
+"""The properties of one engine that the contract suite needs. Each engine has a case; all share one suite.
 
-An engine is started once a session and shared by all tests, so every test leaves it resumed and usable. Weight
-versions only grow: the two checkpoints are committed again and again under new version numbers (`next_update`).
+An engine is started once per session and shared by all tests, so every test leaves it resumed and usable. Weight
+versions only grow: the two checkpoints are committed repeatedly under new version numbers (`next_update`).
 
-What a case must see to:
+A case guarantees:
 - the engine is started, usable and resumed, and its version is below `FIRST_UPDATE`;
 - it stops at `stop_token_ids` only: a model's own end-of-text ids are ordinary ids to this suite;
-- greedy decoding does not depend on what else runs, nor on whether a token's KV came from prefill or decode
-  (for a real model: float32, and prompts on which the best id leads by more than rounding);
-- it gives logprobs of both kinds (`LogprobsMode.BOTH`), and reports every few of its steps;
-- the engine's context holds `PROMPT_TOKENS + 2 * long_tokens` tokens, it runs at least 16 requests at a time,
+- greedy decoding does not depend on other requests, nor on whether a token's KV came from prefill or decode (for a
+  real model: float32, and prompts on which the best id leads by more than rounding);
+- it returns logprobs of both kinds (`LogprobsMode.BOTH`), and reports every few of its steps;
+- the engine's context holds `PROMPT_TOKENS + 2 * long_tokens` tokens, it runs at least 16 requests concurrently,
   and its prefix cache is on.
 """
 
@@ -35,7 +35,7 @@ PROMPT_TOKENS = 80
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """One started engine and what the suite may do with it."""
+    """One started engine and the operations that the suite may run on it."""
 
     name: str
     engine: Engine
@@ -49,10 +49,10 @@ class EngineCase:
     """A folder in perfect form with NaN in one tensor; None skips the test of that."""
     fresh: Callable[[WeightUpdate], Awaitable[Engine]] | None = None
     """Starts another engine that holds these weights (the test closes it); None skips that comparison."""
-    long_tokens: int = 256  # a generation of this many tokens is long enough to be caught in its middle
+    long_tokens: int = 256  # a generation of this many tokens is long enough to be interrupted
     min_prompt_id: int = 0  # prompts use ids in [min_prompt_id, max_prompt_id]; None: the vocabulary's last
     max_prompt_id: int | None = None
-    text_of: Callable[[Sequence[int]], str] | None = None  # given by a case whose engine can constrain
+    text_of: Callable[[Sequence[int]], str] | None = None  # set by cases whose engine supports constraints
     stop_id: int = 0  # a token that ends a turn
     logits_of: Callable[[str, Sequence[int]], FloatArray] | None = None
     """Gives the logits `[n, vocabulary]` that follow each of n ids, by an independent model of a checkpoint; None
@@ -76,32 +76,32 @@ class EngineCase:
 
     @property
     def checkpoint(self) -> str:
-        """The one that is served."""
+        """The served checkpoint."""
         version = self.engine.weight_version
         assert version is not None
         return self.checkpoints[version % 2]
 
     def next_update(self) -> WeightUpdate:
-        """New weights under a new version number; the checkpoint is always the other one than last time."""
+        """Return an update to the other checkpoint under a new version number."""
         version = next(self.versions)
         return WeightUpdate(version, self.checkpoints[version % 2])
 
     def prompt(self, salt: int | None = None, num_tokens: int = PROMPT_TOKENS) -> tuple[int, ...]:
-        """Ids that no other test used (`salt` None), or the same ids for the same salt."""
+        """Return ids that no other test used (`salt` None), or the same ids for the same salt."""
         last = self.engine.info.vocab_size - 1 if self.max_prompt_id is None else self.max_prompt_id
         seed = f"salt {salt}" if salt is not None else f"prompt {next(self.numbers)}"
         choose = random.Random(seed)
         return tuple(choose.randint(self.min_prompt_id, last) for _ in range(num_tokens))
 
     def require(self, *features: Feature) -> None:
-        """Skip a test that needs these features if the engine lacks one."""
+        """Skip a test if the engine does not have all of these features."""
         if missing := set(features) - self.engine.info.features:
             pytest.skip(f"this engine has no {', '.join(sorted(missing))}")
 
     def request(self, token_ids: tuple[int, ...], max_tokens: int, **sampling: object) -> GenerateRequest:
-        """A greedy request under a new id; `sampling` overrides fields of SamplingParams.
+        """Return a greedy request under a new id; `sampling` overrides fields of SamplingParams.
 
-        An engine without seeds gets none: a test that compares two samples requires them.
+        An engine that does not support seeds gets none: a test that compares two samples must require the feature.
         """
         if Feature.SEED not in self.engine.info.features:
             sampling.pop("seed", None)

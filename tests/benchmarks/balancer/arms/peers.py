@@ -1,11 +1,11 @@
 """Routing rules of other routers: round robin, least loaded, sticky, and two that match prefixes.
 
 - `Sticky`: vllm-router's `sticky_least_loaded`, which SkyRL and prime-rl use (ties are drawn at random here, hashed
-there).
+  there).
 - `CacheAware`: smg's and vllm-router's `cache_aware`. The routers match text in a radix tree; here its nodes are
-the runs that a prompt consists of: the system prompt, the group's run and the trajectory's run. Text does not
-change with the weights. Both routers limit the tree to 2^25 characters or more per worker, which no regime reaches,
-so nothing is evicted.
+  the runs that a prompt consists of: the system prompt, the group's run and the trajectory's run. Text does not
+  change with the weights. Both routers limit the tree to 2^25 characters or more per worker, which no regime
+  reaches, so nothing is evicted.
 
 `Counting` is the base of all arms that count requests: it tracks the live replicas and the turns that run on each,
 and drops the state of a lost replica.
