@@ -48,8 +48,9 @@ def logits_of(folder: str, token_ids: Sequence[int], dtype: torch.dtype = torch.
 
 
 def logit_error(folder: str, dtype: str = "float32") -> float:
-    """Bound the error of the logits: two rounded products per layer in series; errors of random sign grow with the
-    root.
+    """Return the relative error of the logits.
+
+    Each layer has two rounded products in series; errors of random sign add up as the root of their number.
     """
     rounding = GPU_ROUNDING if torch.cuda.is_available() else CPU_ROUNDING
     if dtype == "bfloat16":

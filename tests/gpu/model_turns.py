@@ -53,7 +53,11 @@ def config_of(
     """Return a config in which two models each have the memory of a whole GPU, on every GPU."""
 
     def own(gpu_share: float) -> dict[str, Any]:
-        """Return a resource share of more than half a GPU, so that two replicas of one model cannot share it."""
+        """Return the settings of one model's replicas.
+
+        Two replicas of one model do not fit on a GPU with more than half of it: each GPU gets one replica of each
+        model.
+        """
         engine: dict[str, Any] = {"kind": "simulated", "num_cpus": 0.1}
         if options.device != "cpu":
             sizes = {"gpu_memory_utilization": 0.85, "gpu_share": gpu_share, "enforce_eager": options.eager}

@@ -80,7 +80,7 @@ Figures = Callable[[Run, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One command with a verdict. It begins once the parts of `after` have ended, those that run at all."""
+    """One command with a verdict. It starts once the parts in `after` have ended, as far as they are selected."""
 
     name: str
     answers: str
@@ -749,7 +749,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 def environment(part: Part) -> dict[str, str]:
-    """Return the part's environment: process trees get unique ids, and tools find the sandbox's binary."""
+    """Return the part's environment variables, with the path of the sandbox's binary."""
     found = {**os.environ, **WITHOUT_MULTICAST, **dict(part.env)}
     if "MONTY_BIN" not in found:  # packages unpacked into a folder have their programs next to it
         places = (Path(entry) / "bin" / "monty" for entry in sys.path)

@@ -1,4 +1,4 @@
-"""What went over a test host's link: the bytes of its TCP connections, from the file that `link.py` records."""
+"""Traffic on a test host's link: the bytes of its TCP connections, from the file that `link.py` records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Flow = tuple[bytes, int, bytes, int]
 
 
 def flows(path: Path) -> dict[Flow, bytes]:
-    """Return the bytes of each way of each connection, in their order."""
+    """Return the bytes of each direction of each connection, in order."""
     segments: dict[Flow, dict[int, bytes]] = defaultdict(dict)
     for frame in _frames(path.read_bytes()):
         if int.from_bytes(frame[12:14]) != _IPV4 or frame[_ETHERNET_BYTES + 9] != _TCP:

@@ -50,13 +50,13 @@ class SchedulerAlone:
         return set(self.scheduler.requests)
 
     def limit_step(self, num_tokens: int) -> None:
-        """Let a step compute so many tokens at most."""
+        """Limit a step to `num_tokens` tokens."""
         self.scheduler.max_num_scheduled_tokens = num_tokens
         self.config.scheduler_config.max_num_batched_tokens = num_tokens
 
     @property
     def has_work(self) -> bool:
-        """True if the engine would take a step."""
+        """Return True if the engine would run a step."""
         return bool(self.scheduler.has_requests())
 
     def add(self, name: str, num_tokens: int, *, max_tokens: int = 100) -> None:

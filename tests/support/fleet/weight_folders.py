@@ -53,7 +53,7 @@ class WeightFolders:
         return directory
 
     def damage(self, directory: str) -> None:
-        """Damage a file of a folder."""
+        """Damage a file in a folder."""
         damage(Path(directory) / self._rng.choice(FILES), self._rng)
 
     def rewrite_during_read(self, directory: str) -> None:
