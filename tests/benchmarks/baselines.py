@@ -96,9 +96,7 @@ class PlainEngine(ABC):
         return await _measured(flight, times)
 
     async def update_by_resending(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
-        """Update by stop-the-world: abort all requests, update, and resend each with its prompt and its tokens so
-        far.
-        """
+        """Stop the world: abort all requests, update, and resend each with its prompt and its tokens so far."""
         await trainer.ask(SetVersion(version))
         times = [time.perf_counter()]
         await self.pause(is_aborting=True, is_cache_cleared=True)

@@ -48,7 +48,7 @@ class Case:
 
     @property
     def num_rounds(self) -> int:
-        """Return how many rounds of this many sessions run, one after another."""
+        """Return the number of consecutive rounds for this number of sessions."""
         return NUM_ALONE if self.num_sessions == 1 else 1
 
     @property

@@ -1,5 +1,4 @@
-"""Load for the chat endpoint: agents that send each turn as soon as they have the answer, over raw keep-alive
-connections.
+"""Load for the chat endpoint: agents without pauses between turns, over raw keep-alive connections.
 
 An agent calls the same tool in every turn and sends its whole history each time, as OpenAI clients do. Apart from
 copying bytes, the generator does one JSON parse per turn, because it shares two cores with the processes that it

@@ -53,7 +53,7 @@ class EndpointFigures:
 
     cpu_s: float
     lags_ms: list[float]
-    rss_bytes: int  # at the end, less the size at the mark
+    rss_bytes: int  # resident memory at the end, less the size at the mark
     counted_bytes: int  # as counted by the registry
     num_sessions: int
     engine_s: dict[str, float]  # by call, if the engine is in this process

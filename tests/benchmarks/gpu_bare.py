@@ -120,9 +120,7 @@ ENGINES: dict[str, type[BareEngine]] = {"vllm": BareVllm, "sglang": BareSglang}
 
 
 async def run_load(engine: BareEngine, load: Workload, sizes: PromptSizes) -> BareRun:
-    """Run trajectories of the service's sizes until the end of the load, a fixed number concurrently; ids are
-    random.
-    """
+    """Run trajectories of the service's sizes with random ids until the load's end, a fixed number concurrently."""
     turns: list[Turn] = []
     vocab_size = model_sizes(engine.config).vocab_size
     plain_ids = range(vocab_size // 2, 3 * vocab_size // 4)

@@ -66,8 +66,9 @@ class Window:
         return max(within, 0.0) / (turn.ended_at - turn.began_at)
 
     def num_tokens(self, turns: Sequence[Turn]) -> float:
-        """Return the tokens sampled inside the window; the tokens of a turn that crosses an edge are spread evenly
-        over it.
+        """Return the tokens sampled inside the window.
+
+        The tokens of a turn that crosses an edge are spread evenly over the turn.
         """
         return sum(turn.num_tokens * self.share(turn) for turn in turns)
 

@@ -52,7 +52,7 @@ def write_whole_folder(shape: Shape, folder: Path, device: torch.device, dtype: 
 
 
 def grow_tokenizer(path: Path, vocab_size: int) -> None:
-    """Give every id up to `vocab_size` a word that no text is encoded to."""
+    """Assign a word to every id up to `vocab_size`; no text is encoded to these ids."""
     document = json.loads(path.read_text())
     vocab = document["model"]["vocab"]
     vocab |= {token["content"]: token["id"] for token in document["added_tokens"]}

@@ -1,5 +1,4 @@
-"""The service compared with the bare engine on GPUs: loops and endpoint clients against the same requests sent
-directly.
+"""The service compared with the bare engine on GPUs, for agent loops and endpoint clients.
 
     python -m tests.benchmarks.gpu_throughput --shape qwen3-4b             # 512 in flight, 9 minutes
     python -m tests.benchmarks.gpu_throughput --arms service,bare --bare max_graph_tokens=512
@@ -457,9 +456,7 @@ def locked(file: Path | None) -> Iterator[None]:
 
 
 def ratios(found: Sequence[Figures]) -> dict[str, float]:
-    """Return each arm's tokens per second divided by those of `bare` with the same concurrency, as medians of the
-    cycles.
-    """
+    """Return each arm's tokens per second relative to `bare` at the same concurrency, as medians of the cycles."""
     medians = {
         key: statistics.median(one.tokens_per_s for one in found if (one.arm, one.num_at_once) == key)
         for key in dict.fromkeys((one.arm, one.num_at_once) for one in found)

@@ -193,9 +193,7 @@ def _sizes(functions: Functions) -> tuple[int, int]:
 
 
 class Profile:
-    """Our functions that were entered since `begin`, in all threads: all of them, and those of one path's own
-    stack.
-    """
+    """Our functions that were entered since `begin`, in all threads: all, and those of one path's own stack."""
 
     def __init__(self) -> None:
         self._roots = tuple(str(ROOT / root) for root in ROOTS)

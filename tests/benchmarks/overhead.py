@@ -1,5 +1,4 @@
-"""The service's cost in addition to the engine: one worker, 1,000 concurrent trajectories of 5 turns, no engine
-latency.
+"""The service's cost in addition to a zero-latency engine: one worker, 1,000 concurrent trajectories of 5 turns.
 
     make bench                                   # the table
     make bench ARGS="--trajectories 5000 --repeat 5 --rows 'in process' traced"

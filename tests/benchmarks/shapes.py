@@ -147,9 +147,7 @@ def make_tensors(shape: Shape, device: torch.device, dtype: torch.dtype, version
 
 @torch.no_grad()
 def set_version(shape: Shape, tensors: dict[str, torch.Tensor], version: int) -> None:
-    """Overwrite the weights in place with those of `version`: the common base plus a small change that is unique to
-    it.
-    """
+    """Overwrite the weights in place with those of `version`: the common base plus a small unique change."""
     some = next(iter(tensors.values()))
     generator = torch.Generator(device=some.device)
     for index, (name, tensor) in enumerate(tensors.items()):

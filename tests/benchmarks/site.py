@@ -168,9 +168,7 @@ class EngineSite:
         return report, started_at, ended_at
 
     async def stream(self, request_id: str, prompt: tuple[int, ...]) -> AsyncIterator[Piece]:
-        """Yield tokens as they arrive, until an abort or the end of the context; `finals` then has the complete
-        answer.
-        """
+        """Yield tokens as they arrive, until an abort or the context's end; `finals` then has the full answer."""
         async with contextlib.aclosing(self.engine.stream(self._request(request_id, prompt))) as items:  # type: ignore[type-var]
             async for item in items:
                 if isinstance(item, Delta):
@@ -196,9 +194,7 @@ class EngineSite:
         return Memory(tuple(gpus), sum(member.memory_info().rss for member in family if member.is_running()))
 
     def num_lost(self, flight: Flight) -> int:
-        """Return how many requests of an ended flight ended before their abort, or have an answer that differs from
-        their stream.
-        """
+        """Count the flight's requests that ended before their abort, or whose answer differs from their stream."""
         requests = (*flight.streams, *flight.others)
         return sum(not self._is_whole(request.request_id, request.token_ids) for request in requests)
 

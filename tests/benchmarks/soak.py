@@ -1,5 +1,4 @@
-"""The real service under kills: two vLLM replicas on CPU whose service processes are killed or stopped one after
-another.
+"""The real service under kills: two vLLM replicas on CPU, processes killed or stopped one after another.
 
 At the end, every record, every turn and every token is accounted for.
 
@@ -58,7 +57,7 @@ TASKS_PER_SUBMIT = 8
 NUM_SAMPLES = 2
 NUM_AGENTS = 6
 SESSION_TURNS = 5
-AGENT_RETRIES = 30  # of the OpenAI client, whose waits grow to 8 s: longer than any process takes to recover
+AGENT_RETRIES = 30  # the OpenAI client's waits grow to 8 s: longer than any process takes to recover
 SETTLE_S = 300.0  # limit for accepted work to end, after the kills
 STOPPED_FOR_GOOD_S = 120.0  # a stop of this length means that no supervisor detected it
 MAX_RETURN_S = 120.0  # limit for a replica to rejoin, after the load has ended
@@ -398,9 +397,7 @@ class Soak:
 
 
 def _recomputed(records: list[Trajectory], rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Return |recorded - recomputed| of some records' tokens, under the reported checkpoint and under the other
-    one.
-    """
+    """Return |recorded - recomputed| of some records' tokens, under the reported and the other checkpoint."""
     linear = [one for one in records if len(one.paths) == 1 and _num_sampled(one)]
     resumed = [
         one for one in linear if one.attempt or one.num_resampled_turns or len(one.paths[0].weight_versions) > 1
@@ -423,7 +420,7 @@ def _num_sampled(record: Trajectory) -> int:
 
 
 def _gone(tree: Tree) -> list[str]:
-    """Wait for every process to end; return those that are still running."""
+    """Wait for every process to end; return the processes that still run."""
     until = time.monotonic() + 30.0
     while (left := tree.living()) and time.monotonic() < until:
         time.sleep(0.5)

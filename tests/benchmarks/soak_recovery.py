@@ -34,13 +34,12 @@ class Sight:
 
 
 def recovered_s(kill: Kill, sights: Sequence[Sight]) -> float | None:
-    """Return the seconds from a kill to the first sight in which its effects are repaired; None if there is no such
-    sight.
+    """Return the seconds from a kill to the first sight of the repaired service; None if there is no such sight.
 
-    Effects of other kills do not matter. The service answers, with as many processes of the kind as before; the
-    victim counts only if it was continued. A replica that died is replaced by one that was not ready before (the
-    first one, if several are missing); after a stop, as many replicas are ready as before. A coordinator must list
-    a replica again, and a worker must have delivered a record since.
+    Effects of other kills do not matter. The service must answer, with as many processes of the kind as before; the
+    victim counts only if it was continued. A replica that died must be replaced by one that was not ready before
+    (the first one, if several are missing); after a stop, as many replicas must be ready as before. A coordinator
+    must list a replica again, and a worker must have delivered a record since.
     """
     before = next((one for one in reversed(sights) if one.at_s < kill.at_s), None)
     num_before = max(1, len(before.processes[kill.kind])) if before is not None else 1

@@ -114,9 +114,7 @@ def _is_markup(mark: str) -> bool:
 
 
 def _difference(folder: Path, chat: ChatFormat) -> str | None:
-    """Return the plain chat that is rendered differently from transformers; a chat that the template refuses does
-    not count.
-    """
+    """Return the plain chat whose rendering differs from transformers; refused chats are skipped."""
     family = _family((folder / "chat_template.jinja").read_text(encoding="utf-8"))
     reference = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token=family.bos, eos_token=family.eos

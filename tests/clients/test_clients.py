@@ -70,9 +70,7 @@ async def site(tmp_path_factory):
 
 
 def with_long_context(tmp_path_factory) -> Path:
-    """The policy with a larger declared context than its 1,024 trained tokens, because frameworks send long
-    prompts.
-    """
+    """The policy with a larger context than the 1,024 tokens of its training: frameworks send long prompts."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     shutil.copytree(ROOT / "examples" / "tiny_policy" / "v1", folder)
     config = json.loads((folder / "config.json").read_text())

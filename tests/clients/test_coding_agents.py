@@ -69,9 +69,7 @@ async def run(pattern: str, *arguments: str, cwd: Path, home: Path, **environmen
 
 
 async def check_captured(service: DialectService, session: Session, tool: str) -> None:
-    """Check one conversation of two turns, token for token against the engine: the call, its result, and the
-    answer.
-    """
+    """Check a conversation of two turns (call, result, answer) token for token against the engine."""
     trajectory = await service.sessions.finish(session.session_id, ("",))
     assert (trajectory.is_complete, trajectory.stop_reason, trajectory.error) == (True, StopReason.COMPLETED, None)
     [path] = trajectory.paths

@@ -1,6 +1,4 @@
-"""Helpers with which the contract suite drives an engine: requests read to their end or paused midway, whole
-updates.
-"""
+"""Helpers with which the contract suite drives an engine: complete or interrupted requests, whole updates."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ def sampled_logprobs(
     *,
     slack: float = 0.0,
 ) -> FloatArray:
-    """Return the logprob of every id after `prompt_ids` and `reply_ids`; minus infinity for ids that cannot be
-    sampled.
+    """Return the logprob of every id after `prompt_ids` and `reply_ids`; minus infinity for excluded ids.
 
     `logits` are the model's, one per id; `allowed` are the ids that the turn's constraint allows. `slack` lowers
     every cut by so many nats (negative values raise it); ids within `slack` of an id do not count before it. The

@@ -1,5 +1,4 @@
-"""The engine contract for adapters by name: the adapter that a call's tokens come from, and the effects and errors
-of a push.
+"""The engine contract for adapters by name: which adapter a call uses, and the effects and errors of a push.
 
 The engine has slots for two names. Every test unloads its adapters and ends its calls.
 """

@@ -94,9 +94,7 @@ def recomputable(case: EngineCase) -> EngineCase:
 
 
 def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: str) -> float:
-    """Recompute an answer's sampled and raw logprobs from its record; return the largest difference between the
-    two.
-    """
+    """Check an answer's sampled and raw logprobs against its record; return the largest difference between them."""
     assert case.logits_of is not None
     prompt, ids, constraint = request.token_ids, answer.token_ids, request.sampling.constraint
     told = turn_sampling(request.sampling, answer.logprobs_mode)

@@ -145,9 +145,7 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
 
 
 def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
-    """Return tokens that their version would not have sampled there, and spans that do not tile the sampled
-    tokens.
-    """
+    """Return tokens that their version would not have sampled there, and spans that do not tile the output."""
     accepted = world.ledger.accepted.items()
     demands = {(name, group.group_id): group.task.weight_version for name, groups in accepted for group in groups}
     for records in stored.values():

@@ -39,7 +39,7 @@ from tests.benchmarks.shapes import SHAPES, Shape, random_prompts
 PROMPT_TOKENS, MAX_TOKENS = 64, 128
 STREAM_TOKENS = 512
 RETRY_S = 0.1  # after a push found all slots pinned
-STEADY_S = 5.0  # of streams without a push, as the reference
+STEADY_S = 5.0  # reference: streams without a push
 NUMBERS = itertools.count()
 
 
@@ -64,9 +64,7 @@ class Served:
     versions: dict[str, set[int]] = field(default_factory=dict)
 
     async def push(self, name: str, version: int, folder: Path) -> tuple[float, int]:
-        """Push a version; returns the seconds of the load, and the number of earlier attempts that found all slots
-        pinned.
-        """
+        """Push a version; returns the seconds of the load, and how many attempts found all slots pinned."""
         self.versions.setdefault(name, set()).add(version)
         for num_refused in itertools.count():
             began_at = time.monotonic()

@@ -1,5 +1,4 @@
-"""Acceptance test of asynchronous weight updates on a whole service, compared with a fresh engine on the new
-weights.
+"""Acceptance test of asynchronous weight updates on a whole service, against a fresh engine on the new weights.
 
     python -m tests.gpu.continuation --transport nccl     # trainer's tensors on GPU 1, service on GPU 0
     python -m tests.gpu.continuation --transport ipc      # both on GPU 0

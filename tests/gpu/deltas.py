@@ -1,5 +1,4 @@
-"""The cost of following a store of published versions under load, compared with directory pushes of the same
-versions.
+"""The cost of following a store of published versions under load, compared with directory pushes.
 
     python -m tests.gpu.deltas --engine vllm --shape qwen3-4b --out runs/deltas.json
     python -m tests.gpu.deltas --engine vllm --device cpu --shape tiny --at-once 4       # a rehearsal

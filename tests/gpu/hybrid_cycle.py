@@ -83,9 +83,7 @@ class Cycle:
 
 
 class Trainer:
-    """A transformers model with AdamW on this process's device, unsharded until `begin` shards it over all
-    ranks.
-    """
+    """A transformers model with AdamW on this process's device; `begin` shards it over all ranks."""
 
     def __init__(self, options: argparse.Namespace, rank: int = 0) -> None:
         self.shape: Shape = SHAPES[options.shape]

@@ -1,6 +1,4 @@
-"""A policy of a known shape in the form that a service needs: model folders with a tokenizer, and a service
-config.
-"""
+"""A policy of a known shape for a service: model folders with a tokenizer, and a service config."""
 
 from __future__ import annotations
 

@@ -221,10 +221,7 @@ class Trial:
         return sent, taken
 
     def updates(self, num_updates: int) -> list[object]:
-        """Run several updates.
-
-        The first ones may warm caches (at most half a dozen); after that no memory may grow.
-        """
+        """Run several updates. The first ones may warm caches; after that no memory may grow."""
         times, free = [], []
         for value in range(num_updates):
             self.start(value)

@@ -164,9 +164,7 @@ class Trainer:
 
 
 async def weights(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Push two checkpoints alternately into one engine, and compare it with a fresh engine after each of the first
-    pushes.
-    """
+    """Push two checkpoints alternately into one engine; compare it with a fresh engine after the first pushes."""
     trainer = Trainer(options)
     facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": "bfloat16"}
     folder = write_policy(SHAPES[options.shape], trainer.tensors, work / "v1", **facts)

@@ -729,9 +729,7 @@ async def run_part(part: Part, run: Run, ends_at: float) -> Verdict:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Stop a part and its remaining processes: first by SIGINT, so that a service shuts down cleanly, then by
-    SIGKILL.
-    """
+    """Stop a part and its remaining processes: first by SIGINT, so that a service shuts down cleanly."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
@@ -814,9 +812,7 @@ STARTED_AT = time.monotonic()
 
 
 def precompile(package: str) -> None:
-    """Compile packages that were unpacked next to an engine once; otherwise every starting process compiles
-    them.
-    """
+    """Compile packages that were unpacked next to an engine; otherwise every starting process compiles them."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None or (Path(found.origin).parent / "__pycache__").is_dir():
         return

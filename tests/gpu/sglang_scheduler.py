@@ -116,9 +116,7 @@ async def in_flight(site: Site, prompts: list[tuple[int, ...]], num_tokens: int,
 async def check_update(
     site: Site, prompts: list[tuple[int, ...]], folder: Path, options: argparse.Namespace, *, is_cleared: bool
 ) -> None:
-    """Check an update with requests in flight: the counts are right, and the tokens after it follow the new
-    weights.
-    """
+    """Check an update with requests in flight: the counts are right, and later tokens follow the new weights."""
     kind, number = ("recompute", 101) if is_cleared else ("keep", 102)
     tasks = await in_flight(site, prompts, options.tokens, kind)
     stages = await site.stage(number, folder)

@@ -1,5 +1,4 @@
-"""Speculative decoding of an engine: its speed by load, the acceptance rate, and its logprobs by an independent
-model.
+"""Speculative decoding of an engine: speed by load, acceptance rate, and logprobs by an independent model.
 
     python -m tests.gpu.speculative                                # without drafts, and with them at any load
     python -m tests.gpu.speculative --arms plain,32                # with them up to 32 running requests

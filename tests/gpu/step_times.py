@@ -100,9 +100,7 @@ def decode_s(engine: LLMEngine, shape: Shape, num_requests: int, context: int) -
 
 
 def num_sampled(num_requests: int, context: int) -> int:
-    """Return the number of tokens with which the first request runs until all are prefilled and for `NUM_STEPS`
-    more steps.
-    """
+    """Return the number of tokens that keep the first request running for `NUM_STEPS` steps after all prefills."""
     return 2 * NUM_STEPS + num_requests * context // 2048
 
 

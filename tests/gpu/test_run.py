@@ -1,6 +1,4 @@
-"""The runner of GPU checks: a part that fails or exceeds its time does not stop the others, and the table reports
-it.
-"""
+"""The runner of GPU checks: a failed or slow part does not stop the others, and the table reports it."""
 
 from __future__ import annotations
 

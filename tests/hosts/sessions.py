@@ -1,5 +1,4 @@
-"""Agents in sessions over the hosts of a service: opened on one host, continued on the next, until the last host is
-lost.
+"""Agents in sessions over the hosts of a service: opened on one host, continued on the next.
 
     python -m tests.hosts.sessions lost|kept URL...
 
@@ -51,7 +50,7 @@ class Agent:
         self.num_turns = 0
 
     async def open(self, url: str) -> None:
-        """Create the session again."""
+        """Create the session with an empty history."""
         self.messages = self.messages[:1]
         body = {} if self.session_id is None else {"session_id": self.session_id}
         user = {"authorization": f"Bearer {KEY}"}

@@ -1,6 +1,4 @@
-"""The listening sockets of all processes of a test host, and their answers to an unauthenticated client on another
-host.
-"""
+"""The listening sockets of all processes of a test host, and their answers to unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.hosts.bed import ROOT, Host
 _LISTEN = "0A"
 _ANSWER_S = 3.0
 GET = b"GET /status HTTP/1.1\r\nhost: stranger\r\nauthorization: Bearer admin-key\r\n\r\n"
-HELLO = b"\0agentloop/1\0" + bytes(24)  # with a key that no process has
+HELLO = b"\0agentloop/1\0" + bytes(24)  # no process has this key
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def until(condition: Callable[[], bool], state: Callable[[], object], timeout_s:
 
 
 def until_ready(cluster: Cluster, num: int, timeout_s: float = 120.0, *, is_exact: bool = False) -> None:
-    """Wait until exactly `num` replicas take traffic."""
+    """Wait until at least `num` replicas take traffic; with `is_exact`, exactly `num`."""
     deadline_at = time.monotonic() + timeout_s
     while (found := list(replicas_of(cluster).values()).count("ready")) < num or (is_exact and found > num):
         assert time.monotonic() < deadline_at, replicas_of(cluster)
@@ -174,9 +174,7 @@ def kind_of(listener: Listener) -> str | None:
 
 
 def check_sockets(cluster: Cluster, *, tls: bool = False) -> None:
-    """Check that our listeners are in the docs' table and answer an unauthenticated client only with 401; others
-    are Ray's.
-    """
+    """Check that our listeners are documented and answer a stranger only with 401; the others are Ray's."""
     table = dict(documented())
     for host in cluster.hosts:
         stranger = next(other for other in cluster.hosts if other is not host)
@@ -274,9 +272,7 @@ def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_p
 
 
 def comes_back(cluster: Cluster, struck: Host, watch: Watch, healed_at: float) -> None:
-    """Check that a host that was away longer than `dead_after_s`, and longer than Ray allows, rejoins once its Ray
-    restarts.
-    """
+    """Check that a host that was away too long for Ray rejoins once its Ray is restarted."""
     until(lambda: "raylet" not in struck.run(["ps", "ax", "-o", "args"]), lambda: replicas_of(cluster))
     print(f"its Ray had ended {time.time() - healed_at:.0f} s after healing")
     since_then = [(at - healed_at, states.values()) for at, states in watch.seen if at > healed_at]
@@ -296,9 +292,7 @@ def median_call_s(cluster: Cluster) -> float:
 
 
 def check_slow_links(cluster: Cluster, folder: Path) -> None:
-    """Check for no alarm, and at most two round trips per call, with 200 ms between hosts and 2 % of frames lost
-    each way.
-    """
+    """Check that 200 ms between hosts and 2 % lost frames raise no alarm, and cost two round trips per call."""
     quick_s = median_call_s(cluster)
     for host in cluster.hosts:
         host.order("delay 50")
@@ -474,9 +468,7 @@ def test_engines_are_on_the_hosts_of_their_labels(head: Cluster) -> None:
 
 
 def talking(cluster: Cluster, output: Path, fate: str = "lost") -> subprocess.Popen[str]:
-    """Run agents with sessions that are opened on one host and continued through the others, until one host is
-    lost.
-    """
+    """Run agents with sessions that are opened on one host and continued on others, until one host is lost."""
     urls = [f"http://{host.address}:{PORT}" for host in cluster.hosts]
     talk = cluster.head.start([cluster.python, "-m", "tests.hosts.sessions", fate, *urls], output)
     while "continued" not in output.read_text():
@@ -535,9 +527,7 @@ def told_on(host: Host, sessions: list[Kept]) -> set[int]:
 def test_with_a_database_what_a_lost_host_had_goes_on(
     cluster: Cluster, database: PostgresServer, tmp_path: Path, event: str
 ) -> None:
-    """Trajectories are at their last turn, and sessions have all their turns; the same holds after a cut is
-    healed.
-    """
+    """Trajectories are at their last turn, and sessions have all turns; the same holds after a healed cut."""
     struck = cluster.hosts[-1]
     roomy = {"capacity": NUM_TASKS * NUM_SAMPLES // 2, "tools": {"search": "tests.hosts.load:search"}}
     args = {**ARGS, "workers": {**ARGS["workers"], **roomy}}  # two workers have slots for all
@@ -785,8 +775,8 @@ WIDE = {
 
 
 def check_group_sockets(cluster: Cluster) -> None:
-    """Check that an engine over two hosts listens on the ports of the docs' table, and, except for one, on its
-    nodes' addresses.
+    """Check that an engine over two hosts listens on documented ports and, with one exception, its own
+    addresses.
     """
     row = dict(documented())["free ones"]
     assert all(word in row for word in ("NCCL", "Gloo", "vLLM's queues", "on all addresses, torch's store"))

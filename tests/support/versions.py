@@ -1,6 +1,4 @@
-"""Published versions for tests: a trainer's weights, and a publisher written only from the format's
-documentation.
-"""
+"""Published versions for tests: a trainer's weights, and a publisher written from the documented format alone."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class SchedulerAlone:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(config.block_size, sha256)
         self._num_added = 0
-        self.num_tokens: list[int] = []  # of each step
+        self.num_tokens: list[int] = []  # number of tokens of each step
         self.reported_ended: set[str] = set()  # to the workers
 
     @property

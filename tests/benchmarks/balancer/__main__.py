@@ -1,5 +1,4 @@
-"""Compare the balancer with other routing policies on a simulated fleet. Runs can be resumed; each regime gets one
-table.
+"""Compare the balancer with other routing policies on a simulated fleet, with one table per regime.
 
     make bench-balancer  # everything: 17 regimes, 7 arms, 20 seeds
     make bench-balancer ARGS="--regimes 3x,flush-30 --arms ours,sticky --seeds 2"

@@ -194,9 +194,7 @@ class Engine:
         return num_steps * one_s + growth_s * num_steps * (num_steps - 1) / 2
 
     def _steps_within(self, seconds: float, *, is_started: bool) -> int:
-        """Return the number of steps of the run that ended within `seconds`; with `is_started`, count the running
-        step too.
-        """
+        """Return the number of steps of the run within `seconds`; with `is_started`, include the running step."""
         one_s = self._times.step(self._num_decoding, self._num_context_tokens)
         half = self._times.step_token_s * self._num_decoding / 2
         if half > 0:
@@ -245,7 +243,7 @@ class Engine:
         return ends[0][2] if ends else None
 
     def _steps_to_next_end(self) -> int:
-        """Return how many steps all decoding requests can take together; at least one step fits."""
+        """Return the number of steps that all decoding requests can take together, which is at least one."""
         assert self._next_to_end() is not None
         num_steps = self._ends[0][0] - self._step
         num_available = self._num_available()
@@ -262,7 +260,7 @@ class Engine:
         return min(steps, num_steps)
 
     def _growth(self, num_steps: int) -> int:
-        """Return how many blocks the decoding requests allocate in their next steps."""
+        """Return the number of blocks that the decoding requests allocate in their next steps."""
         size = self._shape.block_size
         cycles, rest = divmod(num_steps, size)
         start = self._step % size

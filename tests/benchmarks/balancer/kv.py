@@ -41,8 +41,8 @@ class PrefixCache:
         self._idle: OrderedDict[int, int] = OrderedDict()  # run -> its first block; least recently used first
 
     def match(self, path: Path, max_blocks: int) -> tuple[int, int]:
-        """Return how many leading blocks are cached (at most `max_blocks`), and how many idle blocks `hold` would
-        use.
+        """Return the number of cached leading blocks, up to `max_blocks`, and of idle blocks that `hold`
+        would use.
         """
         num_matched = num_idle = 0
         for run, first, end in path:

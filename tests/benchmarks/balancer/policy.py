@@ -42,8 +42,8 @@ class StepTimes:
     def step_with_prefill(
         self, chunks: Iterable[tuple[int, int]], num_decoding: int = 0, num_context_tokens: int = 0
     ) -> float:
-        """Return the duration in seconds of a step that also computes chunks of prompts, each given by its first
-        and last token.
+        """Return the seconds of a step that also computes chunks of prompts, given by their first and last
+        token.
         """
         seconds = max(self.prefill_s, self.step_s if num_decoding else 0.0)
         seconds += self.step_sequence_s * num_decoding + self.step_token_s * num_context_tokens

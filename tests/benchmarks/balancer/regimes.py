@@ -93,10 +93,10 @@ def fleet(regime: Regime, step_times: str = "h200-qwen3-4b") -> FleetShape:
 
 
 def fit_step_times(measured: Mapping[str, Any]) -> StepTimes:
-    """Fit the step times to the measured points by relative error; a prompt over the budget of a step takes several
-    steps.
+    """Fit the step times to the measured points by relative error.
 
-    The set of short prompts that take the floor is the one with the least maximum error.
+    A prompt over the budget of a step takes several steps. The set of short prompts that take the floor is the one
+    with the least maximum error.
     """
     points, budget = measured["prefill"]["points"], measured["batched_tokens"]
     seconds = np.array([s for _, s in points])

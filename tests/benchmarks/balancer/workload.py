@@ -14,9 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class ToolTimes:
-    """Run times of tools in seconds: log-normal (median, sigma) for short and medium ones, Pareto (least, alpha)
-    for long ones.
-    """
+    """Tool run times in seconds: log-normal (median, sigma) if short or medium, Pareto (least, alpha) if long."""
 
     short: tuple[float, float] = (0.4, 1.3)
     medium: tuple[float, float] = (8.0, 1.0)

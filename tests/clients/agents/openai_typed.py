@@ -1,6 +1,4 @@
-"""openai's typed helpers as an agent uses them: each answer returns to the history as the object that was
-received.
-"""
+"""openai's typed helpers as an agent uses them: each answer is sent back as the object that was received."""
 
 import sys
 

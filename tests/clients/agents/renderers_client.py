@@ -12,9 +12,7 @@ POLICY = Path(__file__).resolve().parents[3] / "examples" / "tiny_policy" / "v1"
 
 
 async def main(url: str) -> None:
-    """Run two turns in a session; the client's own session header has no effect, because the path names the
-    session.
-    """
+    """Run two turns in a session; the path names the session, so the client's own header has no effect."""
     session = Session(url, "renderers")
     tokenizer = load_tokenizer(str(POLICY))
     renderer = create_renderer(tokenizer)

@@ -1,5 +1,4 @@
-"""Helpers for all client scripts. They use only the standard library, because scripts run in the client's
-environment.
+"""Helpers for all client scripts. They use only the standard library: scripts run in the client's environment.
 
 A script gets the service's URL, opens a session for each conversation, talks to it as users of that client do, and
 prints one JSON line per session: its name, its id, and the splits that its trajectory must have.

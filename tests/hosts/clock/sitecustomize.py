@@ -1,5 +1,4 @@
-"""A shifted clock for one test host: hosts on one machine share its clock, and namespaces cannot shift the wall
-clock.
+"""A shifted clock for one test host: hosts on one machine share its clock, which namespaces cannot shift.
 
 It is on PYTHONPATH of that host's processes only. Ray's C++ code and the file systems keep the machine's clock.
 """

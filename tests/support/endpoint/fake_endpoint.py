@@ -36,9 +36,7 @@ MODEL = "examples/tiny_policy/v0"
 
 
 class FakeSession:
-    """Answers every call with the registry's `text`, one character per piece, after `before(number of the
-    piece)`.
-    """
+    """Answers every call with the registry's `text`, one character per piece, after `before(piece number)`."""
 
     def __init__(self, registry: FakeRegistry, record: SessionRecord) -> None:
         self.registry = registry

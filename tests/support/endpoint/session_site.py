@@ -1,6 +1,4 @@
-"""A registry of sessions over a real file, with replicas that answer with the length of their prompt; in virtual
-time.
-"""
+"""A registry of sessions over a real file, in virtual time; replicas answer with the length of their prompt."""
 
 from __future__ import annotations
 

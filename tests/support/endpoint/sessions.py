@@ -172,9 +172,7 @@ def check_pieces(pieces: Sequence[TurnPiece], result: ChatResult) -> None:
 
 
 def check_trajectory(trajectory: Trajectory, nodes: Sequence[Node]) -> None:
-    """Check that arrays are aligned, spans tile the sampled tokens, and every sampled token is in exactly
-    one mask.
-    """
+    """Check that arrays are aligned, spans tile the output, and every sampled token is in exactly one mask."""
     for path in trajectory.paths:
         num_ids = len(path.response_ids)
         assert len(path.response_mask) == len(path.logprobs) == num_ids

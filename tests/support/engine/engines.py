@@ -157,7 +157,7 @@ class FakeEngine:
             raise self.failures[verb]
 
     def fail(self, verb: str, times: int = 1_000_000, after: int = 0) -> None:
-        """Let the next `times` calls of `verb`, after `after` good ones, raise a real engine's error."""
+        """Fail the next `times` calls of `verb`, after `after` good ones, with a real engine's error."""
         kinds = {"stage": CheckpointUnreadable, "commit": WeightUpdateFailed}
         self.failures = {verb: kinds.get(verb, ConnectionResetError)(f"injected into {verb}")}
         self.num_failures, self.num_good = times, after

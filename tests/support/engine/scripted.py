@@ -48,9 +48,7 @@ def turns(*replies: str) -> Callable[[Sequence[int]], Sequence[int]]:
 def scripted_engine(
     *replies: str, decode_s: float = 0.0, spec: SimulatedSpec = SPEC, **options: Any
 ) -> SimulatedEngine:
-    """Return an engine whose n-th turn of a conversation gets the n-th reply; without replies, one of
-    hashed ids.
-    """
+    """Return an engine whose n-th turn of a conversation gets the n-th reply; without replies, hashed ids."""
     spec = replace(spec, latency=LatencyModel(decode_s=decode_s)) if decode_s else spec
     policy = ScriptedPolicy(turns(*replies)) if replies else None
     return SimulatedEngine(spec, policy=policy, **options)

@@ -103,7 +103,7 @@ class AdapterWorld(WholeWorld):
                 self.history.counts["replica failed"] += any(one.error for one in report.replicas)
 
     def watch(self) -> None:
-        """No engine in service is behind with an adapter."""
+        """Check that no serving engine has an outdated adapter."""
         super().watch()
         served = {} if self._is_down else self.coordinator.replicas.fleet.adapters
         for process in self.placeable():

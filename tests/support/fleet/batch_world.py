@@ -14,15 +14,17 @@ from agentloop.types import RolloutGroup, RolloutTask
 from tests.support.fleet.faulty_link import FaultyPort, Stall
 from tests.support.fleet.whole_world import CALLS, WholeWorld, make_groups
 
-TRAINING_S = 3.0  # at most, between two batches
+TRAINING_S = 3.0  # the longest time between two batches
 
 
 class BatchWorld(WholeWorld):
     """The complete state of one schedule."""
 
     async def roll_out(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> None:
-        """Consume all batches of some tasks; check that each is complete, and no group is repeated or, without
-        cancels, missing.
+        """Consume all batches of some tasks.
+
+        Check that each batch is complete, that no group is repeated, and that none is missing, unless batches
+        cancel groups.
         """
         rng = Random(f"batches of {rollout_id} {self.seed}")
         front = cast(FrontPort, FaultyPort(self.network, CALLS, self._deliver, Stall(self.clock)))

@@ -92,7 +92,7 @@ class FakeCoordinator:
         self.reports: list[LeaseReport] = []  # without duplicates
         self.report_delay_s = 0.0
         self.report_errors: list[AgentLoopError] = []
-        self.is_answer_lost = False  # of the next report
+        self.is_answer_lost = False  # the answer to the next report is lost
         self.next_orders = LeaseOrders()
         self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
         self.submitted: list[tuple[str, int]] = []

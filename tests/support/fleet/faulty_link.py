@@ -1,5 +1,4 @@
-"""A network between processes and simulated engines that loses, delays, repeats and reorders calls, all from one
-seed.
+"""A network between processes and simulated engines that loses, delays, repeats and reorders calls by a seed.
 
 A caller that gives up closes the connection, and the engine's call is canceled, as on the data plane. Over a
 half-open connection, the engine does not detect this and continues.

@@ -89,10 +89,10 @@ class TurnsWorld(WholeWorld):
             self.history.counts["the judge answered"] += 1
 
     async def _sleep_and_wake(self) -> None:
-        """Do nothing: not an operator but the turns put models to sleep."""
+        """Do nothing: the turns put models to sleep, not an operator."""
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """Do nothing: not an operator but the turns wake models, also for a waiting push."""
+        """Do nothing: the turns wake models, also for a waiting push."""
 
     async def needs_a_push(self) -> bool:
         return self._judge_needs_a_push() or await super().needs_a_push()

@@ -137,9 +137,7 @@ class WholeWorld(World):
     def __init__(
         self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path, *, has_words: bool = False
     ) -> None:
-        """Without `words`, clients only submit and read, require no versions, and processes never die at the same
-        time.
-        """
+        """Without `words`, clients only submit and read, require no versions, and no two processes die at once."""
         super().__init__(seed, clock, checkpoint)
         self.seed = seed
         self.has_words = has_words
@@ -447,7 +445,10 @@ class WholeWorld(World):
             raise AssertionError(f"{rollout_id} was accepted again with other work")
 
     async def _acknowledge(self, front: FrontPort, rollout_id: str, cursor: int) -> None:
-        """Acknowledge what was read, or more: everything that exists by then counts as read, and nothing later."""
+        """Acknowledge all records read, or more.
+
+        Every record that exists by then counts as read, and no later one.
+        """
         try:
             if self.say.random() < 0.7:
                 await self.insist(lambda: front.acknowledge(rollout_id, cursor))
@@ -598,7 +599,7 @@ class WholeWorld(World):
     # Faults
 
     async def befall(self) -> None:
-        """Let the fleet, workers, ingress, disk and clocks fail."""
+        """Run the faults of the fleet, workers, ingress, disk and clocks."""
         async with asyncio.TaskGroup() as group:
             group.create_task(super().befall())
             if self.has_words and self.say.random() < 0.5:

@@ -1,6 +1,4 @@
-"""LoRA adapters of the shipped policy, a worker whose adapter can be corrupted, and the merged models as a
-check.
-"""
+"""LoRA adapters of the shipped policy, a worker with a corruptible adapter, and the merged models as a check."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class LongestFirst(Counting):
 
 
 def seconds_of(one: Trajectory, shape: FleetShape) -> float:
-    """Return how long a trajectory takes on a fully loaded fleet, including its tools."""
+    """Return the duration of a trajectory on a fully loaded fleet, including its tools."""
     return _Known(one, shape).left_s
 
 

@@ -128,8 +128,8 @@ class CacheAware(Counting):
         return chosen
 
     def matched(self, turn: TurnAsk) -> dict[int, int]:
-        """Return how many leading tokens of a prompt each replica received, for replicas with a match, the first
-        recipient first.
+        """Return the prompt's matching prefix length by replica, for replicas with a match, first recipient
+        first.
         """
         matched: dict[int, int] = {}
         for run, start, end in self._runs(turn):

@@ -1,6 +1,4 @@
-"""A stub of SGLang's compiled kernels that refuses to run: some SGLang modules import names from them on a
-CPU too.
-"""
+"""A stub of SGLang's compiled kernels that refuses to run; some SGLang modules import its names on a CPU too."""
 
 from __future__ import annotations
 
