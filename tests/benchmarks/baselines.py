@@ -74,7 +74,7 @@ class PlainEngine(ABC):
         """Receive the trainer's tensors while the engine is paused."""
 
     async def load(self, trainer: TrainerProcess, version: int) -> None:
-        """Bring it to `version` while nothing runs."""
+        """Update the engine to `version` while it is idle."""
         await trainer.ask(SetVersion(version))
         await self.pause(is_aborting=False, is_cache_cleared=True)
         await self.transfer(trainer)

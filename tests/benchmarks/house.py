@@ -3,12 +3,11 @@
     make house                      # all of it: about a minute
     make house ARGS="--lines"       # without running the service
 
-Lines are non-blank. Grain is lines per function and per class, and comments that give a reason per 100 lines: on a
-line of their own, inside a function. For the paths, the whole service (simulated engines, two replicas) runs in
-this process under a profiler. A path's own stack holds the functions of ours that have the path's first function
-among their callers, also in tasks that it starts; for an update it holds the functions that an idle service does
-not run. `everything` also counts functions that run at the same time, in the background. `--list PATH` prints the
-functions of a path.
+Lines are non-blank. Grain is lines per function and per class, and explanatory comments per 100 lines: own-line
+comments inside a function. For the paths, the whole service (simulated engines, two replicas) runs in this process
+under a profiler. A path's own stack has our functions that have the path's first function among their callers, also
+in tasks that it starts; for an update it has the functions that an idle service does not run. `everything` also
+counts functions that run at the same time, in the background. `--list PATH` prints the functions of a path.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def host() -> dict[str, str]:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # the other lane's
+            continue  # a package of the other lane
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
         versions["gpus"] = f"{len(devices)} x {devices[0]}"

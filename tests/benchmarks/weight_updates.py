@@ -1,4 +1,4 @@
-"""The cost of a weight update while requests stream: our two-phase and blocking updates, and other ways.
+"""The cost of a weight update while requests stream: our two-phase and blocking updates, and baselines.
 
     python -m tests.benchmarks.weight_updates --shape qwen3-4b --transport nccl --out runs/4b-nccl.json   # 2 GPUs
     python -m tests.benchmarks.weight_updates --shape qwen3-4b --transport ipc --out runs/4b-ipc.json     # 1 GPU

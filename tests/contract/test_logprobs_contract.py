@@ -132,7 +132,7 @@ def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: 
 
 
 def slacks(error: float) -> tuple[float, ...]:
-    """Return the possible shifts of the cuts in nats: zero first, then alternating between the two sides.
+    """Return the possible shifts of the cuts in nats: zero first, then evenly from the lowest to the highest.
 
     An error of the logits can put a token near a cut on different sides in two arithmetics, and the kept tokens are
     then divided by a different sum; for a token that is barely kept, it is the sum of the tightest cut that keeps

@@ -579,7 +579,7 @@ print(time.time(), flush=True)
 
 
 def accepted_at(host: Host) -> float:
-    """Submit until that is accepted; returns when it was."""
+    """Submit until a submission is accepted; returns its time."""
     number = 0
     while True:
         number += 1

@@ -207,7 +207,7 @@ class World:
         self._is_down = False
 
     async def boot(self, replica_id: str, version: int | None) -> None:
-        """Start a new process in place of the existing one."""
+        """Start a new process in place of the current one."""
         self.num_processes += 1
         receiver, stall = self.wire.receiver(), Stall(self.clock)
         clock = StallingClock(self.clock, stall)

@@ -614,7 +614,7 @@ class WholeWorld(World):
                 await plague(self.rng.choice(tuple(self.processes.values())))
 
     async def _trouble_the_database(self, rng: Random) -> None:
-        """The database stalls and returns, or loses the answers of its commits for a while."""
+        """Let the database stall and recover, or lose the answers of its commits for a while."""
         gap_s = rng.choice((1.0, 3.0, 10.0))
         while not self.is_healed:
             await self.clock.sleep(rng.expovariate(1 / gap_s))
