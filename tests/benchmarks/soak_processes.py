@@ -21,7 +21,7 @@ KINDS = {
     "coordinator": "ServeReplica:agentloop:Coordinator",
     "ingress": "ServeReplica:agentloop:Ingress",
 }
-"""What is killed, and what the command lines of such processes have in them."""
+"""The kinds of processes to kill, with a part of their command lines."""
 
 OTHERS = {
     "serve controller": "ServeController",

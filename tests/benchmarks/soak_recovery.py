@@ -12,7 +12,8 @@ from tests.benchmarks.soak_processes import Kill
 
 FRESH_S = 3.0  # a replica with a heartbeat within this time serves
 ENDS_REPLICA = ("replica", "engine core")
-"""Kinds whose death ends a replica. Until its silence is noticed it counts as ready; what comes has another id."""
+"""Kinds whose death ends a replica. It counts as ready until its silence is detected; its replacement has
+another id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ Source = Callable[[str, tuple[int, ...]], AsyncIterator["Piece"]]
 """Starts one request, by id and prompt; yields its pieces to its end."""
 
 Load = Callable[[str, tuple[int, ...]], Awaitable[None]]
-"""Runs one request to its end, whose pieces nobody looks at."""
+"""Runs one request to its end, without reading its pieces."""
 
 
 @dataclass(frozen=True, slots=True)

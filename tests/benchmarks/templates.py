@@ -49,7 +49,7 @@ _BUILT_ENDS = {"hy_eos": "<｜hy_eos:opensource｜>"}  # assembled by the templa
 _FURTHER_ENDS = (
     "<|observation|>", "<|call|>", "<|eom_id|>", "<|tools_suffix|>", "<|tool_response>", "<|calls|>",
 )  # fmt: skip
-"""Of turns that call."""
+"""End tokens of turns with calls."""
 _TABLE_BEGIN, _TABLE_END = "<!-- templates -->", "<!-- /templates -->"
 _REASONS = {
     "cannot be derived: of": "it writes a part of a call in more than one way",

@@ -27,10 +27,10 @@ from agentloop.types import BoolArray, Constraint, FloatArray, GenerateRequest, 
 from agentloop.values.capabilities import Feature
 
 FIRST_UPDATE = 100
-"""The first version the suite commits; a case starts its engine at a version below."""
+"""The first version that the suite commits; a case starts its engine at a lower version."""
 
 PROMPT_TOKENS = 80
-"""Length of the suite's prompts: several KV blocks of any engine it runs on, and a part of one."""
+"""Length of the suite's prompts: several KV blocks of every tested engine, and part of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +41,37 @@ class EngineCase:
     engine: Engine
     checkpoints: tuple[str, str]  # two readable folders whose greedy continuations differ
     failing_checkpoint: Callable[[], str] | None = None
-    """Gives a folder that passes `stage` and whose next `commit` fails, after `spoil`; None skips the test of a
-    failed commit."""
+    """Returns a folder that passes `stage` and whose next `commit` fails, after `spoil`; None skips the test
+    of a failed commit."""
     spoil: Callable[[str], None] | None = None
-    """Makes the commit of this folder fail, which is staged; None: it fails anyway."""
+    """Makes the commit of this staged folder fail; None: it fails anyway."""
     poisoned: str | None = None
-    """A folder in perfect form with NaN in one tensor; None skips the test of that."""
+    """A well-formed folder with NaN in one tensor; None skips its test."""
     fresh: Callable[[WeightUpdate], Awaitable[Engine]] | None = None
-    """Starts another engine that holds these weights (the test closes it); None skips that comparison."""
+    """Starts another engine with these weights (the test closes it); None skips that comparison."""
     long_tokens: int = 256  # a generation of this many tokens is long enough to be interrupted
     min_prompt_id: int = 0  # prompts use ids in [min_prompt_id, max_prompt_id]; None: the vocabulary's last
     max_prompt_id: int | None = None
     text_of: Callable[[Sequence[int]], str] | None = None  # set by cases whose engine supports constraints
     stop_id: int = 0  # a token that ends a turn
     logits_of: Callable[[str, Sequence[int]], FloatArray] | None = None
-    """Gives the logits `[n, vocabulary]` that follow each of n ids, by an independent model of a checkpoint; None
-    skips the recomputation of logprobs."""
+    """Returns the logits `[n, vocabulary]` that follow each of n ids, by an independent model of a
+    checkpoint; None skips the recomputation of logprobs."""
     logit_error: float = 0.0
-    """How far the engine's arithmetic may put a logit from that of `logits_of`, as a share of the largest."""
+    """The largest difference between the engine's logits and those of `logits_of`, relative to the largest
+    logit."""
     rounded_logits_of: Callable[[str, Sequence[int]], FloatArray] | None = None
-    """The same model in the engine's own precision, where that is low: after some contexts, of a model trained
-    sharply, its logits are far from exact ones. None where `logit_error` says it all."""
+    """The same model in the engine's precision, if that is low: after some contexts, the rounded logits of a
+    sharply trained model are far from the exact ones. None if `logit_error` is sufficient."""
     allowed_by: Callable[[Constraint, Sequence[int], Sequence[int]], BoolArray] | None = None
-    """Gives the ids `[n, vocabulary]` that a constraint allows at each of n sampled ids, and the stop ids it ends
-    with, by its grammar alone."""
+    """Returns the ids `[n, vocabulary]` that a constraint allows at each of n sampled ids, including the stop
+    ids that end it, from its grammar alone."""
     adapter: Callable[[int], str] = str
-    """Gives the folder of an adapter that clearly changes the model, one for each seed: of an adapters' case."""
+    """Returns the folder of an adapter that clearly changes the model, one for each seed, for an adapters' case."""
     unfit_adapters: Mapping[str, str] = field(default_factory=dict)
-    """Folders that are no adapters of the model, by what their refusal says."""
+    """Folders that are not adapters of the model, by a part of the error message."""
     adapted_logprobs: Callable[[str | None, Sequence[int], Sequence[int]], FloatArray] | None = None
-    """Gives the logprobs of ids that follow a prompt, by an independent model with the adapter of a folder."""
+    """Returns the logprobs of ids after a prompt, by an independent model with a folder's adapter."""
     versions: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_UPDATE))
     numbers: Iterator[int] = field(default_factory=itertools.count)
 

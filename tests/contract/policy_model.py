@@ -23,8 +23,8 @@ BFLOAT16_ROUNDING = 2.0**-8  # unit roundoff of bfloat16, in which the residual 
 CPU_ROUNDING = 2.0**-24  # unit roundoff of float32
 NUM_SHARDS = int(os.environ.get("CONTRACT_TENSOR_PARALLEL", "1"))
 GPU_ROUNDING = 2.0**-10
-"""Of TF32, whose 10 bits of mantissa are cut: on GPUs the products of attention in float32 are made in it (Triton's
-`tl.dot` by default), the others in float32."""
+"""Unit roundoff of TF32, whose mantissa is truncated to 10 bits: GPUs use it for float32 attention products
+(the default of Triton's `tl.dot`), and float32 for others."""
 
 
 def write_poisoned(source: Path, target: Path) -> None:

@@ -18,8 +18,8 @@ from tests.contract.driving import Reading, commit_next, generated
 from tests.contract.reference import log_softmax, sampled_logprobs
 
 STRICT = 1e-3
-"""How far a logprob may be from the recomputed one where the engine's arithmetic is as exact: float32's rounding
-over sums in another order is a tenth of it."""
+"""The largest difference of a logprob from the recomputed one if the engine's arithmetic is equally exact:
+float32 rounding over sums in another order is a tenth of it."""
 APART = 0.02  # two different distributions differ by more at some token
 NUM_TOKENS = 24
 MAX_ERRORS = 5.0  # standard errors of a sum over samples

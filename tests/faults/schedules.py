@@ -23,13 +23,13 @@ from tests.support.fleet.whole_world import WholeWorld, make_groups
 
 MAX_HEALING_S = 120.0
 FOUND_SEEDS: tuple[int, ...] = (24, 29, 104, 119, 131, 199, 385, 675, 732, 3125, 7459, 8919)
-"""Schedules that found a fault once, before clients had words: they run without."""
+"""Schedules that found a fault before clients had words: they run without words."""
 FIRST_OF_ADAPTERS = 1_000_000
-"""From here on schedules have adapters by name in place of updates."""
+"""Schedules from this seed on have adapters by name instead of updates."""
 FIRST_OF_BATCHES = 2_000_000
-"""From here on clients are trainers that take batches, and carry what is unfinished or end it."""
+"""In schedules from this seed on, clients are trainers that consume batches, and carry or end unfinished groups."""
 FIRST_OF_TURNS = 3_000_000
-"""From here on the service has a second model, and both take turns on their accelerators."""
+"""In schedules from this seed on, the service has a second model, and both share their accelerators in turns."""
 NUM_SESSIONS = 3
 MAX_SWALLOWED_S = 30.0
 MAX_THREAD_END_S = 10.0

@@ -58,7 +58,8 @@ NCCL_SETTINGS = {
     "NCCL_ALGO": "ring,tree;allreduce:tree",
     "NCCL_NTHREADS": "1",
 }
-"""What batch-invariant vLLM 0.32 sets in its workers: the trainer's group with them needs the same."""
+"""The settings of batch-invariant vLLM 0.32 in its workers: the trainer's process group with them needs the
+same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ WITHOUT_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0",
 }
-"""Variables that keep every library from NVLink multicast: a program that ends in its middle can put the GPUs of a
+"""Variables that keep every library from NVLink multicast: a program that ends abruptly can put the GPUs of a
 host, which others may share, out of service."""
 
 

@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 STATE = Path("/run/agentloop-hosts")
 DISK = Path("/mnt")
-"""Where each host has a disk of its own."""
+"""Mount point of each host's own disk."""
 
 _NETWORK = "10.77.0"
 _START_S = 20.0
@@ -58,7 +58,7 @@ class Host:
     environment: dict[str, str]
     link: subprocess.Popen[str]
     folder: Path
-    """The bed's, which has `disk-NUMBER` and `names`."""
+    """The bed's folder, with `disk-NUMBER` and `names`."""
     init: subprocess.Popen[bytes] | None = None
     init_pid: int = 0
     started: list[subprocess.Popen[str]] = field(default_factory=list)

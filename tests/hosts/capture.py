@@ -11,7 +11,7 @@ _FILE_HEADER_BYTES, _FRAME_HEADER, _ETHERNET_BYTES = 24, struct.Struct("<IIII"),
 _IPV4, _TCP = 0x0800, 6
 
 Flow = tuple[bytes, int, bytes, int]
-"""One way of a connection: source address and port, and the destination's."""
+"""One direction of a connection: source address and port, destination address and port."""
 
 
 def flows(path: Path) -> dict[Flow, bytes]:

@@ -20,7 +20,7 @@ KEY, ADMIN_KEY = "user-key", "admin-key"
 PORT = 8000
 RUNS = DISK / "runs"
 CLOCK_VARIABLE = "AGENTLOOP_TEST_CLOCK_S"
-"""The seconds that a host's clock is ahead, for the `sitecustomize` of `clock`."""
+"""Environment variable with the seconds by which a host's clock is ahead, for the `sitecustomize` of `clock`."""
 
 _CLOCK = Path(__file__).parent / "clock"
 _RAY_PORT = 6379

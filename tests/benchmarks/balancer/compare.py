@@ -16,7 +16,7 @@ from tests.benchmarks.balancer.simulate import Recording
 from tests.benchmarks.report import table
 
 Row = dict[str, float | str]
-"""A run's regime, arm, seed and figures: a line of the file of results."""
+"""A run's regime, arm, seed and figures: one line of the results file."""
 
 _Z = 1.959964  # normal distribution, 95 %, two-sided
 

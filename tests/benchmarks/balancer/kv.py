@@ -16,13 +16,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 END = 1 << 40
-"""The end of the last run of a path: a trajectory's own."""
+"""The end of the last run of a path, which belongs to the trajectory."""
 
 Run = tuple[int, int, int]
 """Name, first block and end, in blocks of the context."""
 
 Path = tuple[Run, ...]
-"""Runs that follow each other; the first begins with block 0, none is empty."""
+"""Consecutive runs; the first begins with block 0, and none is empty."""
 
 
 @dataclass(slots=True)

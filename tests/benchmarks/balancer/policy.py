@@ -169,4 +169,4 @@ class QuietPolicy:
 
 
 ArmMaker: TypeAlias = Callable[[FleetShape, "Workload", int], Policy]
-"""Makes the policy of one competitor for a fleet, a workload (lengths and times are for oracles) and a seed."""
+"""Makes an arm's policy for a fleet, a workload (lengths and times are only for oracles) and a seed."""

@@ -12,8 +12,8 @@ from typing import Literal
 
 QUESTION = "A ticket costs 49 dollars. What do 655 tickets cost with a fee of 249 dollars?"
 Expression = Literal["655 * 49", "655 * 49 + 249"]
-"""What the tool takes. The shipped policy has never seen these frameworks' prompts: where a call is forced, the
-schema keeps its argument short, and what follows is a whole tool loop."""
+"""The tool's argument. The shipped policy has never seen these frameworks' prompts: if a call is forced, the
+schema keeps its argument short, so that a complete tool loop follows."""
 
 
 class Session:

@@ -21,7 +21,7 @@ from agentloop.values import codec
 from tests.support.records.samples import make_path, make_trajectory
 
 Script = Callable[[list[dict[str, Any]]], dict[str, Any]]
-"""From a chat's messages to the assistant's next one."""
+"""Maps a chat's messages to the next assistant message."""
 
 
 def says_five(messages: list[dict[str, Any]]) -> dict[str, Any]:

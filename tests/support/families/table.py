@@ -194,7 +194,7 @@ UNTAUGHT = (
         markup=(), stops=("<|im_end|>",), eos="<|im_end|>", bos="<|startoftext|>",
     ),
 )  # fmt: skip
-"""Families whose calls no parser of ours reads, or whose templates show none of earlier turns."""
+"""Families whose calls none of our parsers reads, or whose templates omit the calls of earlier turns."""
 
 DERIVED = tuple(
     Family(
@@ -243,7 +243,7 @@ DERIVED = tuple(
         ("gemma4", "gemma-4-*-it", " ".join(_GEMMA4), "<turn|>", "<|tool_response>"),
     )
 )
-"""Families whose format of calls is derived from their template."""
+"""Families whose call format is derived from their template."""
 
 FAMILY = {family.name: family for family in (*DERIVED, *FAMILIES, *UNTAUGHT)}
 
