@@ -33,6 +33,7 @@ class BatchRule:
     num_groups: int
     over_provision: float = 1.0
     carry: Carry = Carry.NEXT
+    max_replaced: int = 0  # groups without signal that are replaced per batch
 
     def __post_init__(self) -> None:
         if self.num_groups < 1:
@@ -41,6 +42,8 @@ class BatchRule:
             raise InvalidRequest(
                 f"over_provision must be from 1 to 16, not {self.over_provision:g}", param="over_provision"
             )
+        if self.max_replaced < 0:
+            raise InvalidRequest(f"max_replaced must be at least 0, not {self.max_replaced}", param="max_replaced")
 
     @property
     def num_offered(self) -> int:
@@ -56,11 +59,20 @@ class Batch:
     groups: tuple[Sequence[Trajectory], ...]
     ages: tuple[int, ...]  # for each group, the number of batches since the one it was submitted for
     num_unfinished: int  # groups in progress when this batch was complete
+    num_replaced: int = 0  # groups without signal that were left out, each replaced by the group of another task
 
     @property
     def carried_share(self) -> float:
         """The share of groups that were submitted for an earlier batch."""
         return sum(age > 0 for age in self.ages) / len(self.ages)
+
+
+def has_signal(group: Sequence[Trajectory]) -> bool:
+    """Return True if the complete samples of a group have different rewards.
+
+    Otherwise all advantages of a group-relative algorithm are 0, and the group trains nothing.
+    """
+    return len({trajectory.reward for trajectory in group if trajectory.is_complete}) > 1
 
 
 async def batches_of(
@@ -80,11 +92,18 @@ async def batches_of(
             num_open += len(new)
         groups: list[Sequence[Trajectory]] = []
         ages: list[int] = []
+        num_replaced = 0
         async for group in rollout.groups():
             intended_batch = rollout.batch_of(group[0])
             if intended_batch < first_kept:
                 continue  # cancelled together with an earlier batch
             num_open -= 1
+            is_replaceable = num_replaced < rule.max_replaced and not has_signal(group)
+            # If no task is left to replace it, the group counts: a batch must not shrink.
+            if is_replaceable and (another := list(islice(source, 1))):
+                rollout.join(await submit(another), number)
+                num_open, num_replaced = num_open + 1, num_replaced + 1
+                continue
             groups.append(group)
             ages.append(number - intended_batch)
             if len(groups) == rule.num_groups:
@@ -95,7 +114,7 @@ async def batches_of(
         if rule.carry is Carry.CANCEL and num_open:
             await rollout.cancel()
             num_open, first_kept = 0, number + 1
-        yield Batch(number, tuple(groups), tuple(ages), num_unfinished)
+        yield Batch(number, tuple(groups), tuple(ages), num_unfinished, num_replaced)
         # The caller requests the next batch, so it has finished with this one.
         if acknowledge:
             await rollout.acknowledge()

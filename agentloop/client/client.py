@@ -304,6 +304,7 @@ class RolloutClient:
         num_samples: int,
         over_provision: float = 1.0,
         carry: Carry | str = Carry.NEXT,
+        max_replaced: int = 0,
         acknowledge: bool = False,
         **options: Any,
     ) -> AsyncGenerator[Batch, None]:
@@ -315,10 +316,13 @@ class RolloutClient:
         finish first: see `Batch.ages` and `Batch.carried_share`. `options` are those of `submit`; `max_staleness`
         and `on_stale` limit the age of groups that carry over. With `num_samples` 1, each group is one trajectory.
 
+        Dynamic sampling: up to `max_replaced` groups of a batch whose complete samples all have the same reward are
+        left out, and groups of further tasks take their places; `Batch.num_replaced` is their number.
+
         With `acknowledge`, the service may delete a batch's records once the next batch is requested. Closing the
         iterator cancels the unfinished groups. Raises the errors of `submit`.
         """
-        rule = BatchRule(num_groups, over_provision, Carry(carry))
+        rule = BatchRule(num_groups, over_provision, Carry(carry), max_replaced)
         options = {
             "num_samples": num_samples,
             "run_id": _new_id(),

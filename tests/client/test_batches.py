@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from agentloop.types import Message, RolloutTask, StopReason
 from tests.support.service.whole_service import simulated_config, whole_service
 
 RELEASED: set[str] = set()
+NUMBERS = itertools.count()
 
 
 class WaitsIfLong:
@@ -33,6 +36,13 @@ class LastSampleWaits:
         while ctx.trajectory_id.endswith("/2"):
             await asyncio.sleep(0.01)
         await ctx.sample(max_tokens=4)
+
+
+def by_sample(task: RolloutTask, messages: Sequence[Message]) -> float:
+    """Reward samples differently, unless the task is called `equal`."""
+    if task.task_id.startswith("equal"):
+        return 1.0
+    return float(next(NUMBERS))
 
 
 @pytest.fixture
@@ -104,8 +114,21 @@ async def test_to_leave_the_batches_ends_what_runs(client: RolloutClient) -> Non
         await asyncio.sleep(0.01)
 
 
+async def test_groups_without_signal_are_replaced_up_to_a_bound(client: RolloutClient) -> None:
+    """All samples of a task called `equal-…` have the same reward; other samples have different rewards."""
+    names = ("equal-0", "a", "equal-1", "equal-2", "b", "c", "equal-3")
+    tasks = [replace(task, reward=f"{__name__}:by_sample") for task in tasks_of(*names)]
+    found = [batch async for batch in client.batches(tasks, num_groups=2, num_samples=2, max_replaced=2)]
+    assert [batch.num_replaced for batch in found] == [2, 0, 0]
+    assert set(names_of(found[0])) == {"a", "equal-2"}  # the third one counts: the bound is reached
+    assert set(names_of(found[1])) == {"b", "c"}
+    assert names_of(found[2]) == ["equal-3"]  # no task is left that could replace it
+    assert len((await client.list_records()).records) == 2 * len(names)
+
+
 async def test_a_rule_that_cannot_be_is_refused(client: RolloutClient) -> None:
-    for options, named in (({"num_groups": 0}, "num_groups"), ({"over_provision": 0.5}, "over_provision")):
+    wrong = {"num_groups": 0, "over_provision": 0.5, "max_replaced": -1}
+    for options, named in (({name: value}, name) for name, value in wrong.items()):
         with pytest.raises(InvalidRequest) as refused:
             await anext(client.batches(tasks_of("a"), **{"num_groups": 1, "num_samples": 1, **options}))
         assert refused.value.param == named
