@@ -431,7 +431,7 @@ def test_a_function_has_at_most_sixty_lines():
                 assert length <= 60, f"{module}.{node.name} is {length} lines long"
 
 
-# --- rules that keep it ------------------------------------------------------------------------------------
+# Rules that keep it
 
 # Where a pattern may stand. What is asked for elsewhere is asked of these.
 OWNERS: dict[str, set[str]] = {

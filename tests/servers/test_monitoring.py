@@ -146,7 +146,7 @@ def test_each_alert_names_a_command_and_stands_on_the_page() -> None:
         assert f"| `{name}` |" in page
 
 
-# --- the page ---
+# The page
 
 
 def table() -> str:
@@ -166,7 +166,7 @@ def test_the_page_has_all_metrics_and_few_words() -> None:
     assert len(words) < 1500
 
 
-# --- promtool ---
+# Promtool
 
 
 def monitoring_in(where: Path, target: str = "localhost:8000", key: str = "m-1") -> Path:
@@ -257,7 +257,7 @@ def test_an_alert_fires_for_its_fault_alone(fault: str, tmp_path: Path) -> None:
     checked("test", "rules", tmp_path / "test.yml")
 
 
-# --- a Prometheus, a service, and a minute of work ---
+# A Prometheus, a service, and a minute of work
 
 ABSENT_THERE = {
     "agentloop_tools_running": "the calculator answers at once",

@@ -204,7 +204,7 @@ async def test_a_path_that_went_on_after_its_score_is_told(engine):
     )
 
 
-# --- journals that fail -----------------------------------------------------------------------------------
+# Journals that fail
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -330,7 +330,7 @@ async def test_close_ends_everything(engine):
     assert journal.states == [ModelCallState.FAILED]
 
 
-# --- the next process -------------------------------------------------------------------------------------
+# The next process
 
 
 async def test_a_restored_session_goes_on_and_answers_again(engine):

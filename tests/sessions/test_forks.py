@@ -148,7 +148,7 @@ async def test_a_prompt_extends_turns_under_its_own_template_arguments(tmp_path:
         assert other.split.detail == "tools: template arguments removed"
 
 
-# --- ids that a client rewrote -----------------------------------------------------------------------------
+# Ids that a client rewrote
 
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 KIMI_CALL = "<|tool_call_begin|>functions.calculator:{0}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"

@@ -57,7 +57,7 @@ def ask(token_ids: Sequence[int], max_tokens: int, **sampling: object) -> Genera
     return GenerateRequest(f"r{next(_numbers)}", tuple(token_ids), params)
 
 
-# --- time -------------------------------------------------------------------------------------------------
+# Time
 
 
 def test_an_hour_of_decoding_is_instant() -> None:
@@ -146,7 +146,7 @@ async def test_zero_latency_lets_other_tasks_run() -> None:
     assert len(gaps_s) >= 50_000 / 256
 
 
-# --- tokens come from the KV they should --------------------------------------------------------------------
+# Tokens come from the KV they should
 
 
 small_requests = st.lists(
@@ -251,7 +251,7 @@ def test_hash_policy_cuts_its_distribution(sampling: dict[str, float], num_ids: 
     assert sum(math.exp(logprob) for logprob in {p for _, p in drawn}) == pytest.approx(1)
 
 
-# --- scripts and ends ---------------------------------------------------------------------------------------
+# Scripts and ends
 
 
 async def test_a_script_answers_prompts() -> None:
@@ -341,7 +341,7 @@ async def test_a_failing_step_is_heard_by_every_caller() -> None:
     await engine.close()
 
 
-# --- states -------------------------------------------------------------------------------------------------
+# States
 
 
 async def test_dummy_weights_take_no_traffic_before_a_commit(tmp_path: Path) -> None:
@@ -498,7 +498,7 @@ def test_a_cancelled_commit_leaves_unknown_weights(tmp_path: Path) -> None:
     clock.run(main())
 
 
-# --- pushed weights and sleep -------------------------------------------------------------------------------
+# Pushed weights and sleep
 
 
 async def test_without_a_wire_a_push_is_refused() -> None:
@@ -619,7 +619,7 @@ async def test_a_spec_without_sleep() -> None:
     await engine.close()
 
 
-# --- faults -------------------------------------------------------------------------------------------------
+# Faults
 
 
 async def test_faults_happen_once_each(tmp_path: Path) -> None:
@@ -690,7 +690,7 @@ async def test_a_cache_smaller_than_a_context_is_refused() -> None:
         SimulatedEngine(SimulatedSpec(max_context_tokens=100, block_size=4, num_blocks=24))
 
 
-# --- logprobs of both kinds -----------------------------------------------------------------------------------
+# Logprobs of both kinds
 
 
 @pytest.mark.parametrize("policy", [None, ScriptedPolicy(lambda prompt: (7, 8))])

@@ -51,7 +51,7 @@ class SglangTrainer(Trainer):
     def round(
         self, tensors: Mapping[str, torch.Tensor], version: int, parts: int = 1, *, is_flat: bool, has_session: bool
     ) -> None:
-        """Bring all tensors in a pause. Without a session the end of the pause is that of the update."""
+        """Push all tensors during a pause. Without a session, the end of the pause ends the update."""
         self.call("POST", "/pause_generation", {"mode": "in_place"})
         self.call("GET", "/flush_cache")
         if has_session:

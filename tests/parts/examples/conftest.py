@@ -10,7 +10,9 @@ import torch
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other by spinning: on busy cores a step would take a minute."""
+    """Use one thread: Torch's threads spin while they wait for each other, and on busy cores a step would take a
+    minute.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -377,7 +377,7 @@ cli.main()
     assert (process.returncode, process.stdout + process.stderr) == (130, "")
 
 
-# --- a run, without Ray -----------------------------------------------------------------------------------
+# A run, without Ray
 
 
 async def run(

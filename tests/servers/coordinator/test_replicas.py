@@ -374,7 +374,7 @@ async def test_a_replica_that_missed_the_operators_resume_gets_it_later(site, co
     assert not site.engines["b"].is_paused
 
 
-# --- updates and the end of a coordinator ---
+# Updates and the end of a coordinator
 
 
 @service("a", "b")

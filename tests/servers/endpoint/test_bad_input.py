@@ -84,7 +84,7 @@ LONE = b'{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"'
 MANY_PARTS = [{"type": "text", "text": 1} for _ in range(12_000)]
 SCHEMA = "response_format.json_schema.schema"
 
-# --- rows 40 to 44: what is no JSON, or not the JSON that was meant; the same on every route that takes a body ----
+# Rows 40 to 44: what is no JSON, or not the JSON that was meant; the same on every route that takes a body
 
 NOT_JSON: dict[str, bytes] = {
     "40 malformed": b"{model: 1}",
@@ -113,7 +113,7 @@ NOT_JSON: dict[str, bytes] = {
 CASES: dict[str, Case] = {
     "41 integer of 4,000 digits": Case(raw("seed", "9" * 4000), "seed"),
     "41 nesting below the parser's bound": Case(raw("metadata", "[" * 150 + "]" * 150), "metadata"),
-    # --- 42: numbers that are none ---
+    # 42: numbers that are none
     "42 NaN": Case(raw("temperature", "NaN"), "temperature"),
     "42 Infinity": Case(raw("temperature", "Infinity"), "temperature"),
     "42 -Infinity": Case(raw("frequency_penalty", "-Infinity"), "frequency_penalty"),
@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
     "42 NaN, sessions": Case(b'{"ttl_s": NaN}', "ttl_s", path="/sessions"),
     "43 lone surrogate in content": Case(LONE + b'\\ud800"}]}'),
     "43 half a pair at the end of content": Case(LONE + b'ok \\ud83d"}]}'),
-    # --- 45: more faults than anybody wants to read ---
+    # 45: more faults than anybody wants to read
     "45 12,000 bad parts": Case(user(MANY_PARTS), "messages.0.content"),
     "45 1,000 bad parts": Case(user(MANY_PARTS[:1000]), "messages.0.content"),
     "45 8,000 bad messages": Case(with_(messages=[{"role": "user", "content": 1}] * 8000), "messages.0"),
@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
     ),
     "45 text of 1 MB where a choice is due": Case(with_(tool_choice="x" * 1_000_000), "tool_choice"),
     "45 role of 1 MB": Case(with_(messages=[{"role": "x" * 1_000_000, "content": ""}]), "messages.0"),
-    # --- 46: wrong types and absurd sizes ---
+    # 46: wrong types and absurd sizes
     "46 bool for an integer": Case(with_(max_tokens=True), "max_tokens"),
     "46 bool for a number": Case(with_(temperature=True), "temperature"),
     "46 text for a number": Case(with_(temperature="1"), "temperature"),
@@ -244,7 +244,7 @@ CASES: dict[str, Case] = {
     ),
     "46 suffix": Case(with_(COMPLETIONS, suffix="x"), "suffix", code=UNSUPPORTED, path=COMPLETIONS),
     "46 conversation": Case(with_(RESPONSES, conversation="r"), "conversation", code=UNSUPPORTED, path=RESPONSES),
-    # --- 47: lengths; a max_tokens that fits the bound but not the context is clamped, see below ---
+    # 47: lengths; a max_tokens that fits the bound but not the context is clamped, see below
     "47 prompt beyond the context": Case(user("many words " * 5000), None, code="context_length_exceeded"),
     "47 prompt beyond the context, completions": Case(
         with_(COMPLETIONS, prompt=[5] * 5000), None, code="context_length_exceeded", path=COMPLETIONS
@@ -267,7 +267,7 @@ CASES: dict[str, Case] = {
         with_(RESPONSES, max_output_tokens=0), "max_output_tokens", path=RESPONSES
     ),
     "47 max_tokens of 0, messages": Case(with_(MESSAGES, max_tokens=0), "max_tokens", path=MESSAGES),
-    # --- 48: schemas that no compiler should see (catastrophic patterns: see below) ---
+    # 48: schemas that no compiler should see (catastrophic patterns: see below)
     "48 schema that is itself": Case(answering({"$ref": "#"}), SCHEMA),
     "48 schemas in a circle": Case(
         answering({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), SCHEMA
@@ -283,7 +283,7 @@ CASES: dict[str, Case] = {
         with_(tools=[tool(parameters={"description": "x" * 10_000_000})]), "tools.0.function"
     ),
     "48 unknown format": Case(with_(response_format={"type": "regex", "regex": "(a+)+$"}), "response_format"),
-    # --- 50: names of nothing ---
+    # 50: names of nothing
     "50 unknown model": Case(with_(model="gpt-9"), "model", 404, "model_not_found"),
     "50 unknown model, completions": Case(
         with_(COMPLETIONS, model="gpt-9"), "model", 404, "model_not_found", COMPLETIONS
@@ -303,7 +303,7 @@ CASES: dict[str, Case] = {
         b'{"reward": 1}', "session_id", 404, "session_not_found", "/sessions/nobody/reward"
     ),
     "50 unknown session, finish": Case(b"{}", "session_id", 404, "session_not_found", "/sessions/nobody/finish"),
-    # --- 59: nobody brings a template ---
+    # 59: nobody brings a template
     "59 chat_template": Case(with_(chat_template="{% for i in range(10**9) %}x{% endfor %}"), "chat_template"),
     "59 chat_template_kwargs": Case(with_(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
     "59 custom_logit_processor": Case(with_(custom_logit_processor="x"), "custom_logit_processor"),

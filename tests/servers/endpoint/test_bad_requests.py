@@ -41,7 +41,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
         yield service
 
 
-# --- row 16: calls that are refused -----------------------------------------------------------------------
+# Row 16: calls that are refused
 
 
 async def turns_of(service: ChatService, session_id: str) -> int:
@@ -90,7 +90,7 @@ async def test_refused_calls_leave_no_session(tmp_path: Path, is_streamed: bool)
             assert service.sessions.num_open == 0
 
 
-# --- rows 35 to 39: clients that are slow, and what is too much -------------------------------------------
+# Rows 35 to 39: clients that are slow, and what is too much
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ async def test_39_a_long_path(service: ChatService) -> None:
     await check_good(service)
 
 
-# --- row 50: sessions that have been ----------------------------------------------------------------------
+# Row 50: sessions that have been
 
 
 async def test_50_a_session_that_expired_is_gone(service: ChatService) -> None:

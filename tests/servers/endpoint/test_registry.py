@@ -25,7 +25,7 @@ from tests.support.endpoint.session_site import EPOCH_S, LIMITS, NOBODY, Session
 from tests.support.records.samples import make_group
 from tests.support.records.turns import make_call
 
-# --- who has which ---
+# Who has which
 
 
 @virtually()
@@ -181,7 +181,7 @@ def test_keys_open_one_session_of_one_run() -> None:
         assert keys.opened_by(junk) is None
 
 
-# --- memory ---
+# Memory
 
 
 @virtually()
@@ -297,7 +297,7 @@ async def test_memory_that_is_all_in_use_is_an_overload(site: SessionSite, sessi
     await sessions.find_or_create("now", NOBODY)
 
 
-# --- many ---
+# Many
 
 BYTES_PER_SESSION = 1600  # of the quota; each takes more
 

@@ -74,7 +74,7 @@ def hanging(at: int) -> Callable[[int], Awaitable[None]]:
     return before
 
 
-# --- answers ----------------------------------------------------------------------------------------------
+# Answers
 
 
 async def test_the_openai_package_reads_what_we_write(site: RouteSite) -> None:
@@ -145,7 +145,7 @@ async def test_answers_are_as_the_openapi_page_says(site: RouteSite) -> None:
         assert path in paths
 
 
-# --- refusals ---------------------------------------------------------------------------------------------
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ async def test_calls_beyond_the_bound_are_refused_and_their_places_come_back(sit
     assert (await site.post("/v1/chat/completions", CHAT))[0] == 200
 
 
-# --- streams ----------------------------------------------------------------------------------------------
+# Streams
 
 
 async def test_a_stream_as_it_is_on_the_wire(site: RouteSite) -> None:
@@ -254,7 +254,7 @@ async def test_a_failure_in_the_middle_is_an_error_event(site: RouteSite) -> Non
             pass
 
 
-# --- retries and deadlines --------------------------------------------------------------------------------
+# Retries and deadlines
 
 
 async def test_a_repeat_is_known_by_its_body_and_count(site: RouteSite) -> None:
@@ -284,4 +284,4 @@ def test_every_route_of_the_endpoint_asks_for_a_key() -> None:
             assert any("require" in name or "authenticate" in name for name in names), route
 
 
-# --- the real sessions ------------------------------------------------------------------------------------
+# The real sessions

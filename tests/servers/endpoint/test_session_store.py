@@ -296,7 +296,7 @@ async def test_writes_that_wait_share_transactions(path: Path) -> None:
     await store.close()
 
 
-# --- calls that are open ---
+# Calls that are open
 
 
 def as_killed(path: AnyHome, name: str) -> AnyHome:

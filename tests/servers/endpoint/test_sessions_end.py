@@ -28,7 +28,7 @@ from agentloop.values.codec import to_builtins
 from agentloop_servers.endpoint.registry import NewSession, Sessions
 from tests.support.endpoint.session_site import LIMITS, NOBODY, SessionSite, say, talk, virtually
 
-# --- ends ---
+# Ends
 
 
 @virtually()
@@ -208,7 +208,7 @@ async def test_calls_under_way_end_with_the_service(site: SessionSite, sessions:
     assert session.is_complete
 
 
-# --- failures ---
+# Failures
 
 
 @virtually(replace(LIMITS, max_sessions=1000))

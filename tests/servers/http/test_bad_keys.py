@@ -45,7 +45,7 @@ async def locked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chat
         yield service
 
 
-# --- rows 51 to 54: keys, hosts, smuggling ----------------------------------------------------------------
+# Rows 51 to 54: keys, hosts, smuggling
 
 ROUTES = [
     ("POST", CHAT),
@@ -291,7 +291,7 @@ async def test_54_a_users_key_and_a_sessions_key_have_their_bounds(locked: ChatS
     assert (await locked.call("GET", "/sessions/own", headers=control))[1]["num_turns"] == 1
 
 
-# --- rows 60 and 61: other people's sessions, and what is written into logs -------------------------------
+# Rows 60 and 61: other people's sessions, and what is written into logs
 
 
 async def test_60_nobody_sees_another_keys_session(locked: ChatService) -> None:

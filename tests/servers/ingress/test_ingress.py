@@ -130,7 +130,7 @@ async def given_back(door: Door) -> None:
             await asyncio.sleep(0.01)
 
 
-# --- what works -------------------------------------------------------------------------------------------
+# What works
 
 
 async def test_generate_takes_ids_and_gives_ids_and_the_lease_is_given_back(door: Door) -> None:
@@ -385,7 +385,7 @@ async def test_the_clients_request_id_is_kept_if_it_is_sane(door: Door) -> None:
     assert len(headers["x-request-id"]) == 32
 
 
-# --- what is refused --------------------------------------------------------------------------------------
+# What is refused
 
 JSON = {"content-type": "application/json"}
 
@@ -572,7 +572,7 @@ async def test_coordinator_errors_keep_their_code_and_others_become_a_plain_500(
     assert (await door.call("POST", "/admin/weights", json=body))[1]["error"]["code"] == "weight_update_failed"
 
 
-# --- keys -------------------------------------------------------------------------------------------------
+# Keys
 
 KEYS = Keys.of(["user-1", "user-2"], "admin")
 
@@ -684,7 +684,7 @@ def test_keys_are_kept_as_hashes_and_needed_beyond_loopback(monkeypatch: pytest.
     assert Keys.from_environment("TEST_ABSENT", "TEST_ABSENT").users == Keys().users == ()
 
 
-# --- weight paths -----------------------------------------------------------------------------------------
+# Weight paths
 
 
 @pytest.mark.parametrize(
@@ -784,7 +784,7 @@ def test_user_keys_close_imports_unless_the_operator_lists_some():
     assert listing.imports(has_user_keys=True) == AllowedImports(("my_loops",))
 
 
-# --- owners -----------------------------------------------------------------------------------------------
+# Owners
 
 
 def bearer(key: str) -> dict[str, str]:

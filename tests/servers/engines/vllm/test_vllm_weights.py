@@ -287,7 +287,7 @@ async def test_a_checkpoint_of_another_model_is_refused(
     assert dummy_engine.is_usable
 
 
-# --- pushed tensors ---
+# Pushed tensors
 
 
 async def push(
@@ -483,7 +483,7 @@ async def assert_dies_cleanly(engine: VllmEngine, pid: int | None) -> None:
         await engine.check_health()
 
 
-# --- weights that make noise ---
+# Weights that make noise
 
 
 def write_noise(target: Path, factor: float) -> Path:
@@ -563,7 +563,7 @@ async def test_forced_noise_is_served(tied_engine: VllmEngine, tmp_path: Path) -
     await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
 
 
-# --- a trainer's own group --------------------------------------------------------------------------------
+# A trainer's own group
 
 
 async def test_a_trainers_group_brings_weights_beside_the_served_ones(tied_engine: VllmEngine) -> None:
