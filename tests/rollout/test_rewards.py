@@ -252,7 +252,7 @@ async def test_cancellation_passes_through() -> None:
 
 
 class OneJudge:
-    """Models with one entry, a judge that answers yes."""
+    """The only model besides the policy. It answers yes."""
 
     async def chat(self, call: ModelCall) -> str:
         assert call.model == "judge"

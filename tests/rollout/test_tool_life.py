@@ -96,7 +96,9 @@ async def test_a_session_in_the_place_of_one_that_was_too_late_is_opened_too():
 
 
 async def test_no_setup_and_no_open_are_two_things():
-    """A tool that declares `open` but has a session without it is an error, raised by the first trajectory."""
+    """A tool that overrides `open_session` without a session that can open is an error; the first trajectory
+    reports it.
+    """
 
     class Closed(Garden):
         def open_session(self, trajectory_id: str, seed: int):

@@ -1,4 +1,4 @@
-"""The OpenAI routes on a real socket, asked by the openai package and by hand."""
+"""The OpenAI routes on a real socket, called by the openai package and by hand."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_the_openai_package_reads_our_streams(site: RouteSite) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Hello"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens == 6
-    # Its types know no chunk of a text completion that does not end it; the OpenAI API writes null there too.
+    # The package's types have no chunk of a text completion without a finish; the OpenAI API writes null there too.
     async with openai.AsyncOpenAI(api_key="none", base_url=f"{site.url}/v1", max_retries=0) as lenient:
         texts = await lenient.completions.create(model="tiny", prompt=[1, 2], stream=True)
         assert "".join([chunk.choices[0].text async for chunk in texts]) == "Hello"
@@ -167,7 +167,7 @@ async def test_refusals(site: RouteSite, body: Any, headers: dict[str, str], sta
     assert answered["x-request-id"]
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["code"] == code
-    assert site.registry.sessions == {}  # a bad body makes no session
+    assert site.registry.sessions == {}  # a bad body creates no session
 
 
 async def test_long_bodies_are_taken(site: RouteSite) -> None:
@@ -284,4 +284,4 @@ def test_every_route_of_the_endpoint_asks_for_a_key() -> None:
             assert any("require" in name or "authenticate" in name for name in names), route
 
 
-# The real sessions
+# Real sessions
