@@ -17,8 +17,7 @@ SCOPE = {"type": "http", "path": "/", "state": {}}
 
 
 class Connection:
-    """The server's side of one request: the messages sent, and a client that stays connected until `leave` is set.
-    """
+    """The server's side of one request: the sent messages, and a client that stays until `leave` is set."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []

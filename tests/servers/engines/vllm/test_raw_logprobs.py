@@ -1,5 +1,4 @@
-"""Raw logprobs next to vLLM's own: added by the worker's half, read by the adapter. The contract suite runs both.
-"""
+"""Raw logprobs next to vLLM's own: added by the worker's half and read by the adapter. The contract runs both."""
 
 from __future__ import annotations
 

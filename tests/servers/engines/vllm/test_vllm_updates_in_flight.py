@@ -202,8 +202,7 @@ async def roll_out(
 
 @dataclass(frozen=True)
 class Differences:
-    """|recorded - recomputed| of sampled tokens, in nats: under the version of each token, and under another one.
-    """
+    """|recorded - recomputed| of sampled tokens, in nats: under the version of each token, and under another."""
 
     named: np.ndarray
     other: np.ndarray

@@ -570,8 +570,7 @@ async def test_forced_noise_is_served(tied_engine: VllmEngine, tmp_path: Path) -
 
 
 async def test_a_trainers_group_brings_weights_beside_the_served_ones(tied_engine: VllmEngine) -> None:
-    """Two parts, the second packed. A part that does not fit and a transfer without its second part change nothing.
-    """
+    """Two parts, the second packed. A part that does not fit or a transfer that misses a part changes nothing."""
     tensors = stored(POLICY / "v1")
     infos = [tensor_info(name, tensor) for name, tensor in tensors.items()]
     port, half = free_port(), len(infos) // 2
