@@ -1,4 +1,4 @@
-"""Rollouts by a user's agent code: every sample produces one record, whatever error the code raises."""
+"""Rollouts by a user's agent code: every sample produces one record, for any error that the code raises."""
 
 from __future__ import annotations
 

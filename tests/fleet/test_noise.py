@@ -93,7 +93,7 @@ def test_the_first_refuses_noise_and_the_fleet_stays_where_it_was(tmp_path):
         assert (site.fleet.weight_version, site.placeable()) == (1, ["b", "c"])
         assert site.fleet.get("a").state is ReplicaState.QUARANTINED
         assert "the weights of version 2 are broken" in site.fleet.get("a").error
-        assert await site.late.bring_up("a")  # with the previous weights
+        assert await site.late.bring_up("a")  # the previous weights are loaded
         assert site.placeable() == ["a", "b", "c"]
         await asyncio.gather(sampling["b"], sampling["c"])
         assert site.versions() == {"a": {1}, "b": {1}, "c": {1}}

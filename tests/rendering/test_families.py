@@ -1,5 +1,4 @@
-"""One case per family: bridges write what the family's own template renders, in text and ids, or a refusal says
-why.
+"""One case per family: bridges write the text and ids of the family's own template, or a refusal gives the reason.
 
 The reference is transformers with the same folder. The parsers' cases are in `tests/parsers/test_families.py`.
 """
@@ -188,7 +187,7 @@ def test_bridges_are_the_templates_own(
         if refused and not is_cycle:
             with pytest.raises(TemplateNotPrefixStable, match=refused):
                 renderer.bridge(appended, tools, TurnEnd())
-            path = reference.ids(whole)  # where the conversation forks
+            path = reference.ids(whole)  # the fork of the conversation
             continue
         sampled = reference.ids(sampled_text(reference, family, messages, turn, tools))
         bridge = renderer.bridge(appended, tools, TurnEnd(sampled[-1]))

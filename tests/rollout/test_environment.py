@@ -394,7 +394,7 @@ def test_a_task_names_it_on_the_wire_and_its_life_is_finite():
 
 
 class Market(Environment):
-    """An environment with stalls of one kind. Each task has its own tools, one of which is not in the prompt."""
+    """An environment with stalls of one kind. Each task has its own tools; one tool is not in the prompt."""
 
     @classmethod
     def variants(cls) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The toolbox: a result for every call whatever the tool does, enforced caps, sessions that are always closed."""
+"""The toolbox: a result for every call, also from failing tools, enforced caps, and sessions that always close."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""User code is a boundary: whatever a loop, tool or reward does, its trajectory ends with a record that states the
-failure, and no other trajectory is affected.
+"""User code is a boundary: no failure of a loop, tool or reward affects another trajectory.
+
+The trajectory of the failing code ends with a record that states the failure.
 """
 
 import asyncio

@@ -276,7 +276,7 @@ def test_a_users_share_and_its_live_trajectories_are_its_limits():
         queue.add(rollout_id, 0.0)
     found = counts(queue.take("w", 16, 0.0))
     assert (found["b"], found["a"] + found["old"]) == (4, 12)
-    assert found["a"] == found["old"]  # they belong to one user, whatever names the store has
+    assert found["a"] == found["old"]  # they belong to one user, under both names in the store
     assert counts(queue.take("w", 40, 0.0))["b"] == 2
     assert queue.by_user()[0]["bob"] == 6
     queue.finished("b/g/0")
@@ -623,7 +623,7 @@ def test_a_restored_queue_counts_what_was_finished():
     queue.set_versions(FleetVersions(6), 0.0)
     queue.restore("r", [(group("g", 12, "r", limit), tuple(range(4, 12)))], 0.0, 4, num_trained=3, first_version=5)
     queue.adopt("w", {"r/g/4": 0}, 0.0)
-    assert len(queue.take("v", 9, 0.0)) == 2  # of (1 + 1 + 1) * 2, 3 are finished and 1 is running
+    assert len(queue.take("v", 9, 0.0)) == 2  # 3 of (1 + 1 + 1) * 2 are finished and 1 is running
     queue.check()
 
 

@@ -56,7 +56,8 @@ ONE = [EngineEntry(name="a", replicas=1, max_replicas=4)]
         # capacity is free: the workers are the limit
         (status(replica("a", 10, 1000), num_queued=10, is_full=False), 1),
         (status(replica("a", 10, 1000), num_queued=1000), 4),
-        (status(replica("a", 10, 1000), replica("a", 9, 900), replica("a", 1, 100)), 2),  # of three replicas
+        # two of the three replicas
+        (status(replica("a", 10, 1000), replica("a", 9, 900), replica("a", 1, 100)), 2),
     ],
 )
 def test_as_many_as_the_work_needs_kv(seen: ServiceStatus, wanted: int) -> None:

@@ -299,7 +299,7 @@ async def test_a_killed_replicas_trajectories_go_on_elsewhere_and_nothing_is_los
     run = await running
     assert_complete(run, NUM_GROUPS, NUM_SAMPLES)
     assert {one.attempt for one in run.records} == {0}, "none was begun again"
-    num_leases: dict[str, int] = {}  # of each replica at the last status in which it was ready
+    num_leases: dict[str, int] = {}  # the leases of each replica at the last status that showed it as ready
     for status in run.statuses:
         num_leases.update({one.replica_id: one.num_leases for one in status.replicas if one.state == "ready"})
     ready = {one.replica_id for one in run.statuses[-1].replicas if one.state == "ready"}

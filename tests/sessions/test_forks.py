@@ -52,7 +52,7 @@ async def conversing(
 
 
 async def converse(talk: Talk, *texts: str, **fields: object) -> list[str]:
-    """Ask and echo replies without their reasoning, like clients. Returns the prompts."""
+    """Run a conversation that echoes replies without their reasoning, like clients. Returns the prompts."""
     messages, prompts = list[Message](), list[str]()
     for number, text in enumerate(texts):
         messages.append(Message("user", text))

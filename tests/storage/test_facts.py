@@ -150,7 +150,7 @@ async def test_ranges_and_the_histograms_whose_buckets_they_are(
     for query in (FactsQuery(limit=2, cursor="[3,3]"), FactsQuery(limit=2, has_totals=False)):
         page = await store.list_records(query)
         assert (len(page.records), page.totals, page.histograms) == (2, (), {})
-    monkeypatch.setattr(facts, "_MAX_SEARCHED", 2)  # of the indexed records
+    monkeypatch.setattr(facts, "_MAX_SEARCHED", 2)  # the limit for indexed records
     page = await store.list_records(FactsQuery(limit=1))
     is_rolled_up = facts.MAX_FRESH != 4096
     assert (sum(page.histograms["total_s"].counts), page.is_of_latest) == (2 if is_rolled_up else 8, is_rolled_up)

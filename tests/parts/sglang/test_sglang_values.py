@@ -149,7 +149,7 @@ def test_spans_from_the_counts_of_commits() -> None:
         WeightVersionSpan(5, 5, 9),
         WeightVersionSpan(6, 9, 12),
     )
-    # A report may lag behind a commit: its counts are older.
+    # A report may be older than a commit: its counts are older.
     assert spans(starts, 4) == (WeightVersionSpan(3, 0, 4),)
     unbegun = [(3, 0)]
     values.start_version(unbegun, 4, 0)

@@ -78,7 +78,7 @@ async def test_grpo_corrects_by_the_recorded_logprobs_and_pushes_before_each_rol
     assert "temperature" in seen["refusal"] or "sampled at" in seen["refusal"]
     steps = [entry for entry in seen["history"] if "sampling/importance_sampling_ratio/mean" in entry]
     assert len(steps) == 3
-    for step in steps:  # on-policy: each rollout is sampled with the weights of its own step
+    for step in steps:  # on-policy: each rollout uses the weights of the current step
         assert step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
         assert step["sampling/sampling_logp_difference/max"] < 1e-3
         assert step["rollout/mixed_version_share"] == 0

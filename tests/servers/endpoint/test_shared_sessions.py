@@ -42,7 +42,7 @@ async def process(home: Home, number: int) -> AsyncIterator[Process]:
 
 
 async def revoke(home: Home, number: int) -> None:
-    """Give up a process, as the coordinator does."""
+    """Remove a process from the partition map, as the coordinator does."""
     store = TrajectoryStore(home)
     await store.save_state("places", 1, [sessions_lease(number)])
     await store.close()

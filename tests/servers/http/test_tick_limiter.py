@@ -84,7 +84,7 @@ async def test_long_rounds_begin_their_share_and_no_more():
             await asyncio.sleep(0)
             num_rounds, most_at_once = num_rounds + 1, max(most_at_once, clock.num_done - before)
     assert clock.order == sorted(clock.order)
-    assert num_rounds < 20  # with four per round it would take 128
+    assert num_rounds < 20  # four per round would take 128 rounds
     assert most_at_once <= 100  # a round of 0.1 s becomes at most 0.2 s
 
 
@@ -130,7 +130,7 @@ async def test_users_take_turns_whatever_the_crowd_of_one():
 
 @dataclass
 class Shares:
-    """The duration of the users' calls, and the share of the time in which the event loop had work."""
+    """The duration of the users' calls, and the fraction of the time that the event loop had work."""
 
     took_s: dict[str, list[float]]
     wall_s: float

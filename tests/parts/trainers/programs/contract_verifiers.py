@@ -25,7 +25,7 @@ class Verifiers:
         self.url, self.num_calls = url, len(prompts)
 
     def rollouts(self, num_tokens: int = 16, headers: dict[str, str] | None = None, **asked: Any) -> dict[str, Any]:
-        """Ask several questions at once, each in its own trace."""
+        """Send several questions at once, each in its own trace."""
         config = TrainClientConfig(
             base_url=f"{self.url}/v1", api_key_var=KEY, renderer_model_name=MODEL, headers=headers or {}
         )

@@ -54,7 +54,7 @@ TURNS_PER_UPDATE = 24  # turns that end between two updates, of at least 200
 LIMITS = Limits(max_turns=6, max_tokens_per_turn=64)
 REPLICA = "replica-0"
 NOISE = 0.6  # in standard deviations of the tensor
-SOFTNESS = 0.7  # of the logits: `v0` is so certain of most tokens that noise would not show in their logprobs
+SOFTNESS = 0.7  # divides the logits: `v0` is so certain of most tokens that noise would not show in their logprobs
 SAME = 0.02  # absolute difference of logprobs, in nats
 DIFFERENT = 0.2
 
@@ -79,7 +79,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
 
 
 def weights_of(version: int) -> int:
-    """Return which of the six folders a version uses: 0, then the other five in rotation."""
+    """Return the folder of a version: 0, then the other five in rotation."""
     return 0 if version == 0 else (version - 1) % NUM_UPDATES + 1
 
 
