@@ -1,4 +1,4 @@
-"""`make test`: runs every lane, even if one fails, and prints a last line with the results and the skipped tests.
+"""`make test`: runs every lane, even if one fails, and prints a last line with results and skipped tests.
 
 Two lanes run at a time, with two processes each: on two cores, one lane computes while the other waits for an
 engine or a service to start. A lane receives only the files that contain its tests, because importing all others

@@ -1,6 +1,4 @@
-"""An agent that runs as a separate program. Its arguments select its behavior; `ask` is the ordinary successful
-case.
-"""
+"""An agent that runs as a separate program. Its arguments select its behavior; `ask` is the success case."""
 
 from __future__ import annotations
 

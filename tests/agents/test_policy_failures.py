@@ -85,9 +85,7 @@ async def asked(base_url: str, api_key: str, messages: list[Any], **options: Any
 
 
 def anthropic_client(base_url: str, api_key: str) -> Any:
-    """A client of the Anthropic SDK. Its import takes more than a second, so only the process of these tests
-    imports it.
-    """
+    """A client of the Anthropic SDK, imported only in the process of these tests: this takes over a second."""
     sdk = importlib.import_module("anthropic")
     return sdk.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
 

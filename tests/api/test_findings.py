@@ -1,6 +1,4 @@
-"""The first finding names the cause that stops progress, for a snapshot of each cause; a healthy service has no
-findings.
-"""
+"""The first finding names the cause that stops progress, for each cause; a healthy service has no findings."""
 
 from __future__ import annotations
 

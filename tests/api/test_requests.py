@@ -114,7 +114,7 @@ def test_an_image_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedParameter, match="local image files"):
         check_body(local, TaskBody).to_task()
     assert check_body(local, TaskBody).to_task([tmp_path]).images == (picture(20, 20),)
-    # Only the user can read the task file.
+    # A task file is local to the user, so it may refer to local images.
     (tmp_path / "tasks.jsonl").write_bytes(orjson.dumps(local))
     assert load_tasks(tmp_path / "tasks.jsonl")[0].images == (picture(20, 20),)
     for part in ({"type": "image_url"}, {"type": "video_url"}, {"type": "image_url", "image_url": {"url": 1}}):

@@ -45,9 +45,7 @@ HI = {"role": "user", "content": "hi"}
 
 @pytest.fixture(scope="module")
 def anthropic() -> Any:
-    """The Anthropic SDK. Its types take more than a second to import, so only the process of these tests imports
-    it.
-    """
+    """The Anthropic SDK, imported only in the process of these tests: its types take more than a second."""
     return pytest.importorskip("anthropic")
 
 

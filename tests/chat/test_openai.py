@@ -373,9 +373,7 @@ async def test_streamed_and_whole_answers_are_the_same(
 
 
 def test_a_streamed_call_is_one_entry_a_chunk(texts: TokenTexts) -> None:
-    """A client that reads only the first entry of a chunk receives the complete call, which may arrive in one
-    piece.
-    """
+    """A client that reads only a chunk's first entry receives the complete call, which may arrive in one piece."""
     deltas = tuple(
         delta
         for index in range(2)

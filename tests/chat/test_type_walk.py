@@ -1,5 +1,4 @@
-"""Every field of the request types of the installed openai and anthropic packages is checked against the body
-models.
+"""Every field of the request types in the openai and anthropic packages is checked against the body models.
 
 A `Table` lists the fields that a client can send: served, ignored on purpose, or refused by name. A field or a kind
 of object that a newer package adds is in no list, so the test fails and names it. The lists are also tried on the

@@ -1,6 +1,4 @@
-"""Batches of a real service: the first complete groups form a batch; the others are in the next batch or are
-cancelled.
-"""
+"""Batches of a real service: the first complete groups form a batch; others follow later or are cancelled."""
 
 from __future__ import annotations
 

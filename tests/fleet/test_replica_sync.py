@@ -1,6 +1,4 @@
-"""Pause, sleep and wake-up of the whole fleet: replicas that follow, replicas that fail, and the duration of each
-order.
-"""
+"""Pause, sleep and wake-up of the whole fleet: replicas that follow or fail, and the duration of each order."""
 
 import asyncio
 

@@ -571,9 +571,7 @@ def test_a_replica_with_calls_for_the_version_before_switches_last_and_pauses_no
 
 @pytest.mark.parametrize("is_one_phase", [False, True])
 def test_a_push_to_simulated_engines_whose_trainer_dies(is_one_phase):
-    """Partially received weights are never served; a replica that joins later receives them from a replica that has
-    them.
-    """
+    """Partially received weights are never served; a late replica receives them from a replica that has them."""
 
     @virtual
     async def test(clock):
@@ -613,9 +611,7 @@ def test_a_push_to_simulated_engines_whose_trainer_dies(is_one_phase):
 
 
 def test_what_is_sampled_after_the_way_back_is_of_the_older_weights_alone(tmp_path):
-    """Requests in flight and later ones, for any KV policy: every token is from the version of its span, under
-    fresh KV.
-    """
+    """Applies to running and later requests, for any KV policy: tokens match their span's version and fresh KV."""
 
     @virtual
     async def test(clock):

@@ -1,6 +1,4 @@
-"""A turn limited to one call ends after the call, in all formats: token for token, and the history renders
-unchanged.
-"""
+"""A turn of one call ends after the call, in all formats: the same tokens, and an equally rendered history."""
 
 from __future__ import annotations
 

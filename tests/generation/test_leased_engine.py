@@ -53,9 +53,7 @@ STOP_ID = 999
 
 @dataclass
 class Script:
-    """The behavior of the replicas. Token n after a prompt of m tokens depends on m + n only, like a greedy
-    model's.
-    """
+    """The behavior of the replicas. Token n after a prompt of m tokens depends on m + n only (greedy decoding)."""
 
     cut_after: list[int | None] = field(default_factory=list)  # per attempt: the number of tokens before it fails
     errors: list[AgentLoopError] = field(default_factory=list)  # one per failing attempt

@@ -169,9 +169,7 @@ HOSTILE = {
 
 
 def takes_less_than(bound_s: float, parser: str, text: str) -> bool:
-    """Return True if splitting the text, in pieces of four characters, takes less than `bound_s` of CPU in one of
-    two tries.
-    """
+    """Return True if splitting the text in pieces of four characters uses less CPU time, in one of two tries."""
     for _ in range(2):
         started = time.thread_time()
         check(READERS[parser], [text[i : i + 4] for i in range(0, len(text), 4)], WITH_CALLS)

@@ -1,6 +1,4 @@
-"""A sampled turn, complete and streamed: the same reply, pieces that concatenate to it, and no request left
-running.
-"""
+"""A sampled turn, complete and streamed: the same reply, consistent pieces, and no request left running."""
 
 from __future__ import annotations
 

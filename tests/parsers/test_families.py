@@ -74,9 +74,7 @@ def entry(family: Family, calls: tuple[ToolCall, ...], *, thought: str = "", con
 
 
 def sampled(family: Family, template: ChatTemplate, message: dict[str, Any]) -> tuple[str, bool]:
-    """Return the message's text as the model samples it, without the stop token, and whether the prompt opens
-    reasoning.
-    """
+    """Return the message as the model samples it, without stop token, and whether the prompt opens reasoning."""
     user = {"role": "user", "content": "Well?"}
     prompt = template.render([user], TOOLS, add_generation_prompt=True)
     whole = template.render([user, message], TOOLS, add_generation_prompt=False)

@@ -32,9 +32,7 @@ def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Any) -> bool:
 
 
 def read_streamed(reader: TurnReader, text: str, reading: Reading, *cuts: Sequence[str]) -> Message:
-    """Parse a turn with one token per character, and check that each cut of it gives the same result streamed in
-    pieces.
-    """
+    """Parse a turn with one token per character, and check that each cut of it streams to the same result."""
     message, _ = reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)
     for cut in cuts:
         splitter = TurnSplitter(reader, reading)
@@ -57,9 +55,7 @@ def repeated(unit: str, num_chars: int) -> str:
 
 
 def check_linear_time(parser: str, head: str, unit: str, tail: str, tools: Any = ()) -> None:
-    """Check that four times the hostile text takes at most ten times the CPU time; the best of up to three tries
-    counts.
-    """
+    """Check that a hostile text of four times the length takes at most ten times the CPU time; best of three."""
 
     def cpu_s(num_chars: int) -> float:
         started = time.process_time()

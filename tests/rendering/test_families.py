@@ -1,4 +1,4 @@
-"""One case per family: bridges write the text and ids of the family's own template, or a refusal gives the reason.
+"""One case per family: bridges write the same text and ids as the template, or a refusal gives the reason.
 
 The reference is transformers with the same folder. The parsers' cases are in `tests/parsers/test_families.py`.
 """

@@ -94,7 +94,7 @@ LATER = "message.role != 'system' or loop.first"
     [
         (LATER, [SYSTEM, ASKED], None),
         (LATER, [SYSTEM, ASKED, TURN, DEVELOPER, AGAIN], (3, "developer")),
-        (LATER, [SYSTEM, ASKED, TURN, Message("system", " \n"), AGAIN], None),  # it has no text
+        (LATER, [SYSTEM, ASKED, TURN, Message("system", " \n"), AGAIN], None),  # the message has no text
         ("not loop.previtem or loop.previtem.role != message.role", [ASKED, AGAIN], (1, "user")),
         ("message.role != 'assistant'", [ASKED, TURN, AGAIN], None),
         ("message.content is string", [ASKED, Message("user", "", images=(ImageRef("0" * 64),))], (1, "user")),

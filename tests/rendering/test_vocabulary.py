@@ -42,9 +42,7 @@ NAMES = [token.value for token in tekken.SpecialTokens]
 
 
 def kimi(folder: Path) -> Path:
-    """Return a folder like Kimi-K2's: ranks, code with the pattern, and the ids of special tokens, with a gap in
-    them.
-    """
+    """Return a folder like Kimi-K2's: ranks, code with the pattern, and special token ids with a gap."""
     write_family(folder, "kimi_k2")
     (folder / "tokenizer.json").unlink()
     lines = (f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(RANKS))

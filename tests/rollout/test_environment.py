@@ -208,9 +208,7 @@ async def test_what_cannot_be_loaded_is_an_invalid_task(fields, problem):
 
 
 async def test_it_goes_on_after_a_lost_worker_behind_what_the_user_said(tmp_path):
-    """The worker dies in the third turn: the state after the call, the cook's line and the remaining lines are
-    restored.
-    """
+    """The worker dies in the third turn: the call's state, the cook's line and the remaining lines are restored."""
     made.clear()
     feeder = Relay([kitchen_task("More.", "Thanks.")])
     replies = [call("put", pot="soup"), "Done?", call("put", pot="salt"), "Done.", "Bye."]

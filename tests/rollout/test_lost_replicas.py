@@ -51,9 +51,7 @@ def test_trajectories_outlive_a_fleet_that_is_away(tmp_path: Path) -> None:
 
 
 def test_a_kill_costs_the_seconds_that_were_not_reported(tmp_path: Path) -> None:
-    """Every record is complete and exact; without reports, a kill would discard every turn that runs on the
-    replica.
-    """
+    """Every record is complete and exact; without reports, a kill would discard every turn on the replica."""
     loss, unreported = (run_with_kills(tmp_path, pace) for pace in (ReportPace(), ReportPace(1e9, 10**9)))
     assert len(loss.records) == 64
     assert all(one.is_complete for one in loss.records)

@@ -505,8 +505,10 @@ async def test_of_several_runs_the_one_with_the_most_tokens_counts(tmp_path):
 
 
 async def test_what_worker_and_coordinator_left_together_is_gone_on_from(tmp_path):
-    """B2: a new coordinator counts attempts from 0. The sample is assigned to a worker that existed before, or to a
-    new worker whose first sweep did not reach the coordinator.
+    """B2: a new coordinator counts attempts from 0.
+
+    The sample is assigned to a worker that existed before, or to a new worker whose first sweep did not reach the
+    coordinator.
     """
 
     async def absent(_):

@@ -746,9 +746,7 @@ async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_pa
 
 
 class Again(FakeCoordinator):
-    """A coordinator that assigns a dropped sample again to the worker that dropped it, before the worker has the
-    answer.
-    """
+    """A coordinator that reassigns a dropped sample to the same worker, before the worker has the answer."""
 
     def __init__(self, tasks, **options):
         super().__init__(tasks, **options)

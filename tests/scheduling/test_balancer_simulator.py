@@ -1,5 +1,6 @@
-"""The simulator that balancers are compared with: its cache and its engine against slow, simple implementations,
-and complete accounting of a run.
+"""The simulator that balancers are compared with.
+
+Its cache and its engine are compared with slow, simple implementations, and a run must account for every request.
 """
 
 from __future__ import annotations

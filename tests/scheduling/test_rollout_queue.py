@@ -194,9 +194,7 @@ def test_a_poison_task_costs_itself_and_few_others(num_workers, num_poisons):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_a_poison_task_kills_three_workers_however_late_their_deaths_are_noticed(num_workers, seed):
-    """B5: deaths were dated by their detection, so tasks seemed to outlive deaths of one cause; a task killed up to
-    28 workers.
-    """
+    """B5: deaths were dated by their detection, so tasks seemed to survive; a task killed up to 28 workers."""
     outcome = simulate(1024, 1, num_workers, 1, seed, noticed_s=LATE_S)
     assert list(outcome.kills.values()) == [3]
     assert (outcome.num_innocents_failed, outcome.num_poisons_failed) == (0, 1)

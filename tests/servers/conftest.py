@@ -22,9 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that share the service last: it lives until the end, and the others need the cores for their
-    services.
-    """
+    """Run the tests of the shared service last: it lives until the end, and the others need the cores."""
     items.sort(key=lambda item: "shared_service" in getattr(item, "fixturenames", ()))
 
 

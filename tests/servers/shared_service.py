@@ -102,8 +102,9 @@ class Service:
 
 
 def of_length(num_tokens: int) -> dict[str, int]:
-    """Return the parameters for a reply of exactly so many tokens, at 4 ms or more per token; by default the
-    simulated policy may stop at any token.
+    """Return the parameters for a reply of exactly so many tokens, at 4 ms or more per token.
+
+    Without them the simulated policy may stop at any token.
     """
     return {"max_tokens": num_tokens, "min_tokens": num_tokens}
 

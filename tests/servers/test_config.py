@@ -1,6 +1,4 @@
-"""The shipped Serve configs run under `serve deploy` and `agentloop serve`; invalid configs are refused with a
-reason.
-"""
+"""The shipped Serve configs run under `serve deploy` and `agentloop serve`; invalid configs are refused."""
 
 import json
 from dataclasses import replace

@@ -160,9 +160,7 @@ async def test_one_update_reaches_all_and_every_record_recomputes(client: Rollou
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_on_a_ray_with_two_environments(tmp_path: Path) -> None:
-    """`narrow` starts through a script with the Python of another environment; its processes carry the script's
-    mark.
-    """
+    """`narrow` starts through a script with another environment's Python; its processes carry the script's mark."""
     python, script = second_environment(tmp_path / "second"), tmp_path / "python"
     script.write_text(f'#!/bin/sh\nAGENTLOOP_TEST_ENVIRONMENT=second exec {python} "$@"\n')
     script.chmod(0o755)

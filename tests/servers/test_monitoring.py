@@ -291,8 +291,9 @@ class Waits:
 
 
 async def work(url: str, seconds: float) -> asyncio.StreamWriter:
-    """Put load on a service: rollouts, sessions, weight updates, pauses, rewards and failing requests. Returns a
-    request that has no answer yet.
+    """Put load on a service. Returns a request that has no answer yet.
+
+    The load consists of rollouts, sessions, weight updates, pauses, rewards and failing requests.
     """
     tasks = [
         RolloutTask("t", (Message("user", "Hi"),), ("calculator",), loop=f"{__name__}:Works", reward=reward)

@@ -162,9 +162,7 @@ async def test_more_begin_than_were_expected_to_fit_and_find_their_kv(client):
 
 
 async def test_a_demanded_version_is_the_one_that_samples(client: RolloutClient) -> None:
-    """Version n has the weights of v0 or v1 for even or odd n: with a wrong version, logprobs differ by far more
-    than 0.02.
-    """
+    """Version n has the weights of v0 or v1 for even or odd n; a wrong version differs by far more than 0.02."""
     num_callers, num_calls, num_updates = 25, 80, 20
     first = (await client.status()).weight_version
     assert first is not None

@@ -61,7 +61,7 @@ def test_it_starts_ray_on_each_node_and_the_service_on_the_first(job):
     script = run(job, "--config", "my.yaml")
     lines = until_it_serves(job)
     script.send_signal(signal.SIGTERM)
-    assert script.wait(30) == 7  # the service's own code, which received the signal
+    assert script.wait(30) == 7  # the exit status of the service, which received the signal
     assert said(job)[-1] == "ended"
     step = "token/64 --overlap --nodes=1 --ntasks=1 --nodelist="
     no_keys = "env -u AGENTLOOP_KEY -u AGENTLOOP_ADMIN_KEY"

@@ -280,9 +280,7 @@ async def test_equal_calls_that_all_failed_once_are_as_many_samples(engine):
 
 
 async def test_a_failed_calls_client_may_repeat_its_retry(engine):
-    """Its first call fails, and the answer of its second call is lost on the network, which the service cannot
-    detect.
-    """
+    """Its first call fails; the answer of its second call is lost on the network, unnoticed by the service."""
     engine.engine.faults.num_lost = 1
     session = make_session(engine)
     with pytest.raises(EngineLost):

@@ -1,4 +1,4 @@
-"""A trainer with its own broadcast group that speaks SGLang's verbs, as slime and Miles do; gloo for NCCL.
+"""A trainer with its own broadcast group that uses SGLang's verbs, like slime and Miles; gloo replaces NCCL.
 
 python -m tests.parts.contracts.sglang_group_trainer URL ORDER
     ORDER (JSON): {"folder": a checkpoint, "version": the first, "rounds": 1, "parts": 1, "is_flat": false,

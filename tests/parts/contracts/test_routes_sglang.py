@@ -206,9 +206,7 @@ async def test_a_version_that_is_not_served(service: ChatService) -> None:
 
 
 async def test_an_abort_keeps_the_tokens(tmp_path: Path) -> None:
-    """An abort ends one call by name, or all of the caller's own calls. A resubmitted call continues from its
-    tokens.
-    """
+    """An abort ends one call by name, or all of the caller's calls. A resent call continues from its tokens."""
     async with chat_service(tmp_path, keys=Keys.of(["user-1", "user-2"], "admin-1"), decode_s=0.01) as service:
         mine, other, admin = ({"authorization": f"Bearer {key}"} for key in ("user-1", "user-2", "admin-1"))
         body = asked(5, 6, max_new_tokens=1000, logit_bias=NEVER, n=2)
@@ -240,9 +238,7 @@ async def test_an_abort_keeps_the_tokens(tmp_path: Path) -> None:
 
 
 async def test_a_pause_that_aborts_ends_calls_with_their_tokens(tmp_path: Path) -> None:
-    """This holds for streamed and other calls. A call that waits for a paused engine ends empty, under the served
-    version.
-    """
+    """Includes streamed calls. A call that waits for a paused engine ends empty, under the served version."""
     async with chat_service(tmp_path, decode_s=0.01) as service:
         body = {**asked(5, 6, max_new_tokens=1000, logit_bias=NEVER), "rid": "a"}
         whole = asyncio.create_task(generated(service, body))

@@ -78,9 +78,7 @@ async def test_a_directory_becomes_the_version_that_is_named(service: ChatServic
 
 
 async def test_memory(service: ChatService) -> None:
-    """slime's order around a training step: release all memory, then resume the weights, then the KV cache and
-    graphs.
-    """
+    """slime's order around a training step: release all memory, resume weights, then the KV cache and graphs."""
     assert await refused(service, "/release_memory_occupation", tags=["kv_cache"]) == (
         400,
         "unsupported_parameter",

@@ -1,4 +1,4 @@
-"""SGLang's dialect over the whole service: two ingress processes, two simulated replicas, a trainer like slime's.
+"""SGLang's dialect over the whole service: two ingress processes, two simulated replicas, a slime-like trainer.
 
 slime and Miles are not published packages. `SlimeLikeTrainer` is our reimplementation: it sends the requests of
 their published code (slime `rollout/sglang_rollout.py` 0044b40, `backends/sglang_utils/` server_control.py 15b8e50,
@@ -62,8 +62,7 @@ class SlimeLikeTrainer:
             return dict(await answer.json())
 
     async def attach(self) -> int:
-        """Read the engine's size, as `--rollout-external` does, and wait until it is idle. Returns its number of
-        GPUs.
+        """Read the engine's size, as `--rollout-external` does, and wait until it is idle. Returns the GPU count.
         """
         info = await self.get("/server_info")
         assert info.get("disaggregation_mode") not in ("prefill", "decode")

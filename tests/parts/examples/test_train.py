@@ -95,9 +95,7 @@ def ablations() -> ModuleType:
 
 @pytest.fixture
 def rows(groups, ablations) -> list[TrainingRow]:
-    """Return rows of several lengths as if the shipped policy had sampled them; every other one has a better
-    reward.
-    """
+    """Return rows of several lengths sampled by the shipped policy; every other one has a better reward."""
     found = [row for group in groups for row in group_rows(group)]
     found = [replace(cut(row, place), advantage=0.5 if place % 2 else -0.5) for place, row in enumerate(found)]
     under = ablations.recomputed(found, {0: shipped_policy()}, lambda row: np.zeros(int(row.mask.sum()), int))
@@ -105,9 +103,7 @@ def rows(groups, ablations) -> list[TrainingRow]:
 
 
 def losses(loss: str, ratio: float, advantage: float) -> tuple[float, float]:
-    """Return the loss of one token whose probability changed by `ratio`, and its gradient with respect to the
-    logprob.
-    """
+    """Return the loss of one token whose probability changed by `ratio`, and its gradient by the logprob."""
     recorded = torch.tensor([-1.0])
     logprobs = (recorded + math.log(ratio)).requires_grad_()
     found = token_losses(logprobs, recorded, torch.tensor([advantage]), Recipe(loss=loss))

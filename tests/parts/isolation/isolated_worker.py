@@ -36,8 +36,7 @@ async def isolated_worker(
     turns_folder: str | None = None,
     **settings: Any,
 ):
-    """Start a worker whose trajectories run in processes with `tools` (import paths by name); yields these
-    processes.
+    """Start a worker whose trajectories run in processes with `tools`, import paths by name; yields the processes.
     """
     await engine.start()
     service = {"model": str(POLICY), "engine": {"kind": "simulated"}, "workers": {"tools": tools}}

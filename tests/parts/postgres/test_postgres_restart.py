@@ -1,6 +1,4 @@
-"""The real service with its records in PostgreSQL: after its coordinator is killed, the next one takes over the
-run.
-"""
+"""The real service with its records in PostgreSQL: when its coordinator is killed, the next takes over the run."""
 
 import asyncio
 import os

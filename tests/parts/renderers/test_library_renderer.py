@@ -1,6 +1,4 @@
-"""The `renderers` library behind our ports, compared with the families' templates: equal ids, or a named
-difference.
-"""
+"""The `renderers` library behind our ports, compared with the families' templates: equal or listed differences."""
 
 from __future__ import annotations
 

@@ -186,9 +186,7 @@ async def _command(*arguments: str) -> str:
 
 
 async def test_versions_are_pulled_to_each_host_and_served_from_there(tmp_path: Path) -> None:
-    """slime's publishing on disk: deltas only, and the model is version 0. After a fault the last pulled version
-    remains.
-    """
+    """slime's publishing on disk: deltas only; the model is version 0. After a fault the last version remains."""
     config = simulated_config(mode="standalone", weight_roots=[str(tmp_path / "root")])
     root, local = tmp_path / "root", tmp_path / "root" / "local"
     (tmp_path / "run").mkdir()

@@ -1,6 +1,4 @@
-"""Versions through a store: byte for byte over every format, a separate error for each fault, and kills at any
-point.
-"""
+"""Versions through a store: byte for byte in every format, an error for each fault, and kills at any point."""
 
 from __future__ import annotations
 

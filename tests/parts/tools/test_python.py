@@ -39,7 +39,7 @@ async def python() -> AsyncIterator[PythonTool]:
 
 @pytest.fixture(scope="module")
 async def patient() -> AsyncIterator[PythonTool]:
-    """Return a tool whose time limit is never reached first, even on busy cores."""
+    """A Python tool whose time limit is never reached before the others, even on busy cores."""
     tool = PythonTool(num_workers=1, max_run_s=MAX_TEST_S)
     yield tool
     await tool.close()

@@ -45,9 +45,7 @@ def attributes_of(span: Span) -> dict[str, Any]:
 
 
 def check_tree(spans: Iterable[Span], caller: bytes = b"") -> dict[bytes, Span]:
-    """Return the spans of one trace by id, after checking that they form a tree: unique, each within its parent's
-    time.
-    """
+    """Return the spans of one trace by id, after checking that they form a tree within their parents' times."""
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(list(spans))
     assert len({span.trace_id for span in by_id.values()}) == 1

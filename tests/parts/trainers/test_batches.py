@@ -12,9 +12,7 @@ from agentloop_trainers.batches import NO_VERSION, count_group, group_rows
 
 
 def make_path(num_prompt: int, mask: str, versions: str, **fields: object) -> TokenPath:
-    """Return a path whose response is `mask` (`x` trained, `m` sampled and masked, `.` observed); versions by
-    position.
-    """
+    """Return a path whose response is `mask`: `x` trained, `m` sampled and masked, `.` observed."""
     spans: list[WeightVersionSpan] = []
     for at, (kind, version) in enumerate(zip(mask, versions, strict=True)):
         if kind != ".":

@@ -1,5 +1,4 @@
-"""The viewer in Chromium over a whole service: its numbers equal the JSON's, texts stay texts, the keyboard
-suffices.
+"""The viewer in Chromium over a whole service: correct numbers, texts that stay texts, keyboard operation.
 
 `make see` keeps the outputs of these tests: `shots/` with a picture of each page, and `figures.md`.
 """
@@ -87,7 +86,7 @@ class Browser:
 
 @asynccontextmanager
 async def browser_at(url: str, shots: Path, *refusals: int) -> AsyncIterator[Browser]:
-    """Open Chromium and check at the end that no dialog and no console error occurred, except expected `refusals`.
+    """Open Chromium, and check at the end that no dialog and no console error occurred, except `refusals`.
 
     Chromium itself reports unsuccessful responses on the console.
     """

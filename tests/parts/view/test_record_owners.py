@@ -1,6 +1,4 @@
-"""The viewer's routes in a service with users: each user sees only their own records and annotations, the admin
-all.
-"""
+"""The viewer's routes in a service with users: each user sees their own records and annotations, the admin all."""
 
 from __future__ import annotations
 

@@ -826,7 +826,7 @@ async def test_an_acknowledged_cursor_is_of_what_exists(site, coordinator):
 
 @service("a")
 async def test_a_record_of_a_sample_that_does_not_exist_is_refused(site, coordinator):
-    """B8"""
+    """B8: a sample index or a group that was never submitted."""
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     trajectory = record(assignment)

@@ -1,6 +1,4 @@
-"""Groups that keep the first complete samples of a larger number: by a coordinator with its store, and by live
-runs.
-"""
+"""Groups that keep the first complete samples of a larger number, with a coordinator and in live runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The coordinator over its HTTP port: types, errors, deadlines, a restart at another address, and disconnected
-callers.
-"""
+"""The coordinator over its HTTP port: types, errors, deadlines, restart at a new address, lost callers."""
 
 import asyncio
 import gc

@@ -430,8 +430,10 @@ async def test_47_more_than_the_context_holds_is_clamped(service: ChatService, f
 
 
 async def test_48_a_pattern_that_is_catastrophic_to_match_does_not_hold_up_others(service: ChatService) -> None:
-    """The endpoint does not match a client's pattern: it passes short patterns on, and the engine compiles them in
-    time or returns 400. The simulated engine accepts any pattern.
+    """The endpoint does not match a client's pattern.
+
+    It passes short patterns on, and the engine compiles them in time or returns 400. The simulated engine accepts
+    any pattern.
     """
     body = orjson.loads(answering({"type": "string", "pattern": "(a+)+$"}))
     assert (await service.call("POST", CHAT, json=body))[0] == 200

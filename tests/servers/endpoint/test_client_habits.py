@@ -161,9 +161,7 @@ async def check_demands(service: ChatService, path: str, body: dict[str, Any]) -
 
 
 def write_thinking_model(folder: Path) -> TemplateRenderer:
-    """Write the shipped policy with a template that has a switch for reasoning, like Qwen3's, and renders the
-    effort.
-    """
+    """Write the shipped policy with a template that can disable reasoning, like Qwen3's, and renders the effort."""
     shutil.copytree(POLICY, folder)
     template = folder / "chat_template.jinja"
     switch = (

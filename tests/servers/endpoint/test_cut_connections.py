@@ -1,4 +1,4 @@
-"""Agents with retries talk to the endpoint while connections are cut at random; a checker verifies their histories.
+"""Agents with retries talk to the endpoint while connections are cut at random; a checker tests the histories.
 
 It compares the answers that the agents received with the turns that their sessions recorded: no turn is doubled or
 lost, and every answer matches token for token. Each attempt samples other tokens, so an answer that differs from
@@ -110,9 +110,7 @@ class Agent:
 
 
 def recorded(trajectory: dict[str, Any]) -> Iterator[Turn]:
-    """Yield every turn of a trajectory once, after checking that it was sampled from the preceding tokens of its
-    path.
-    """
+    """Yield every turn of a trajectory once, after checking that its prompt is the path before it."""
     for path in trajectory["paths"]:
         ids = (*path["prompt_ids"], *path["response_ids"])
         num_prompt = len(path["prompt_ids"])

@@ -1,4 +1,4 @@
-"""One call a turn and stop strings outside the reasoning, in the three chat dialects, streamed or not."""
+"""One call per turn and stop strings outside the reasoning, in the three chat dialects, streamed or not."""
 
 from __future__ import annotations
 

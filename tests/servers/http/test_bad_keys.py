@@ -89,7 +89,7 @@ WRONG_KEYS: dict[str, list[tuple[str, str]]] = {
 
 @pytest.mark.parametrize("name", WRONG_KEYS)
 async def test_51_without_a_good_key(locked: ChatService, name: str) -> None:
-    """Two forms are accepted: `Authorization: Bearer <key>`, spelt so, and `x-api-key: <key>`."""
+    """Two forms are accepted: `Authorization: Bearer <key>`, with this capitalization, and `x-api-key: <key>`."""
     sent = [f"{header}: {value}" for header, value in WRONG_KEYS[name]]
     for method, path in ROUTES:
         asked = request(*sent, "Content-Length: 1", method=method, target=path, body=b"{")
@@ -296,8 +296,9 @@ async def test_54_a_users_key_and_a_sessions_key_have_their_bounds(locked: ChatS
 
 
 async def test_60_nobody_sees_another_keys_session(locked: ChatService) -> None:
-    """The status is 404, as for an unknown session. (Prefix timing is not visible over HTTP: the engine's cache
-    salt handles it.)
+    """The status is 404, as for an unknown session.
+
+    Prefix timing is not visible over HTTP: the engine's cache salt handles it.
     """
     owner, other = bearer("user-1"), bearer("user-2")
     await locked.call("POST", "/sessions", json={"session_id": "private"}, headers=owner)

@@ -1,9 +1,9 @@
-"""The OpenAPI document is correct: schemathesis sends valid and invalid requests to every route and checks the
-answers.
+"""The OpenAPI document is correct: schemathesis sends valid and invalid requests to every route.
 
-Deterministic: a fixed seed, few examples. Two things are changed in the document before it is used: bounds that
-only megabytes reach are dropped (the bad-input table has those), and model names become the service's, because a
-404 to every body would hide later errors. Streams are requested too: their first byte decides.
+It runs all of its checks on the answers. Deterministic: a fixed seed, few examples. Two things are changed in the
+document before it is used: bounds that only megabytes reach are dropped (the bad-input table has those), and model
+names become the service's, because a 404 to every body would hide later errors. Streams are requested too: their
+first byte decides.
 """
 
 from __future__ import annotations

@@ -258,7 +258,8 @@ async def test_orders_that_arrive_late_or_twice_or_unnumbered_are_refused():
 
         assert await send("/pause", numbered(7, 1), pause) == 200
         assert await send("/resume", numbered(7, 3)) == 200
-        for late in ((7, 2), (7, 3), (7, 1), (6, 99)):  # after its resume, a copy, an older coordinator
+        # a pause sent before the resume, a repeat, an order of an older coordinator
+        for late in ((7, 2), (7, 3), (7, 1), (6, 99)):
             assert await send("/pause", numbered(*late), pause) == 409
         assert not plane.engine.is_paused
         assert await send("/pause", {}, pause) == 400

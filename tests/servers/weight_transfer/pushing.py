@@ -97,9 +97,7 @@ class Stage:
         return receiver
 
     def run(self, sender: WeightSender, timeout_s: float = WAIT_S, **options: object) -> Future[SendReport]:
-        """Send with a grace period that never expires unless a test sets it: starting processes takes long on a
-        busy machine.
-        """
+        """Send with a long grace period unless a test sets it: processes start slowly on a busy machine."""
         return self._pool.submit(sender.run, timeout_s, **{"late_grace_s": WAIT_S, **options})
 
     def receive(self, receiver: Receiver, source: PushSource, **options: object) -> Future[Tensors]:

@@ -50,9 +50,7 @@ class LoopPeer:
 
     @property
     def tls(self):
-        """Return the TLS context of the connecting side: the sender runs in a thread, the receiver in the test's
-        own.
-        """
+        """Return the TLS context of the caller's side: the sender runs in a thread, the receiver in the test's."""
         return self._contexts[threading.current_thread() is threading.main_thread()]
 
     def check(self) -> None:
@@ -67,9 +65,7 @@ def peer(request):
 
 @pytest.fixture
 def begun(peer):
-    """Return a sender and a receiver that have started an attempt with a stranger in between, and the sender's
-    buffers.
-    """
+    """Return a sender and a receiver in an attempt with a stranger in between, and the sender's buffers."""
     sender, receiver = TcpSendTransport(CPU), TcpReceiveTransport(CPU)
     buffers = [Buffer(torch.from_numpy(_noise(2**22)), b"") for _ in range(2)]
     beginning = threading.Thread(target=sender.begin, args=([peer], LAYOUT, buffers))

@@ -1,6 +1,4 @@
-"""A trainer in one process, against the real HTTP app; `test_trainer_ranks.py` has the tests with several
-processes.
-"""
+"""A trainer in one process, against the real HTTP app; `test_trainer_group.py` tests several processes."""
 
 from __future__ import annotations
 

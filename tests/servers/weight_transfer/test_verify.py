@@ -171,7 +171,7 @@ def test_rows_are_copied_byte_for_byte_and_summed_alike_everywhere(device):
     assert held.first_difference(sent) is None
     plain = PlainChecksums({name: tensor.cpu() for name, tensor in tensors.items()})
     plain.compute()
-    assert held.first_difference(plain) is None  # a copy that is staged in the host's memory has these
+    assert held.first_difference(plain) is None  # a copy that is staged in the host's memory has the same checksums
     for name, tensor in tensors.items():
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), into[name].reshape(-1).view(torch.uint8))
 

@@ -1,6 +1,4 @@
-"""`verify_adapter` on layers like vLLM's, for cases that one CPU engine cannot show: shards, renamed layers,
-experts.
-"""
+"""`verify_adapter` on layers like vLLM's, for cases that one CPU engine cannot show: shards, new names, experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a training job on CPU, run as a separate process by `test_trainer_ranks.py`. Prints its results.
+"""One rank of a training job on CPU, run as a separate process by `test_trainer_group.py`. Prints its results.
 
 python -m tests.servers.weight_transfer.training_rank RANK RENDEZVOUS_FILE URL
 """

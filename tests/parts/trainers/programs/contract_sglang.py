@@ -48,9 +48,7 @@ class Sglang:
         return self.run(work)
 
     def update(self, version: str) -> dict[str, str]:
-        """Push all tensors through a group during a pause: plain and without an end (slime), flat and with one
-        (Miles).
-        """
+        """Push all tensors in a pause: plain and without an end (slime), or flat and with an end (Miles)."""
         trainer = SglangTrainer(self.url)
         trainer.join()
         tensors = load_file(POLICY / "v1" / "model.safetensors")

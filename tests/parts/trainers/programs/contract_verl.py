@@ -73,9 +73,7 @@ class Verl:
         self.num_prompts = 0
 
     def update(self, version: str) -> dict[str, float]:
-        """Push as the first and second rank of an actor worker do, through the engine that verl builds from its
-        config.
-        """
+        """Push as the first two ranks of an actor worker, through the engine that verl builds from its config."""
         section = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
         options = section.engine_kwargs.get(section.backend, {})
         weights = load_file(ROOT / "examples" / "tiny_policy" / "v1" / "model.safetensors")
@@ -104,9 +102,7 @@ class Verl:
         return self.rolled(24)
 
     def rolled(self, num_prompts: int, num_failing: int = 0) -> dict[str, Any]:
-        """Roll out groups and let verl sample them. Return each row's prompt, and the tokens sampled in its first
-        turn.
-        """
+        """Roll out groups and let verl sample them. Return each row's prompt and the tokens of its first turn."""
         num_all, first = num_prompts + num_failing, self.num_prompts
         self.num_prompts += num_all
         uids = [f"{at:08d}-0000" for at in range(first, first + num_all)]

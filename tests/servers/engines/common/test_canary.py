@@ -1,6 +1,4 @@
-"""The canary check of an engine, in its own process: the tokens that leave the engine during it and after a
-refusal.
-"""
+"""The canary check of an engine, in its own process: the tokens that leave the engine during and after it."""
 
 from __future__ import annotations
 
@@ -142,9 +140,7 @@ def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def begun(engine: Checking) -> tuple[list[Delta | Generation], asyncio.Task[None], asyncio.Task[float]]:
-    """Return a stream that spans a commit and the resume, after the request has sampled a token under the new
-    weights.
-    """
+    """Return a stream across a commit and the resume, once it has sampled a token under the new weights."""
     heard: list[Delta | Generation] = []
     streaming = asyncio.create_task(gather_stream(engine, heard))
     while not heard:

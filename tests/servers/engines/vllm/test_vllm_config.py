@@ -206,7 +206,7 @@ def test_a_full_batch_of_decodes_with_the_prefill_of_new_turns_runs_as_a_graph()
 
 @pytest.mark.parametrize("mode", ["sampled", "raw", "both"])
 def test_the_logprobs_mode_reaches_either_engine(mode):
-    """vLLM has a single mode for both; its raw modes use logits that a grammar has masked."""
+    """vLLM's own mode is always the same, because its raw modes use logits that a grammar has masked."""
     for kind in ("vllm", "simulated"):
         config = ServiceConfig.model_validate(
             {"model": str(MODEL), "engine": {"kind": kind, "logprobs_mode": mode}}

@@ -1,4 +1,4 @@
-"""LoRA adapters on real vLLM (CPU, float32), proved against transformers with the adapter merged into the weights.
+"""LoRA adapters on real vLLM (CPU, float32), proved against transformers with the adapter merged.
 
 All tests share one engine and run in order; each leaves the adapter that it names.
 """
@@ -106,9 +106,7 @@ async def test_the_first_adapter_changes_nothing(site: AdapterSite) -> None:
 async def commit_in_flight(
     site: AdapterSite, adapter: Path, name: str, *, is_cache_cleared: bool
 ) -> tuple[int, list[int], torch.Tensor]:
-    """Replace the adapter during a request. Return the number of tokens before that, and the final logprobs and
-    ids.
-    """
+    """Replace the adapter during a request. Return its token count before that, and its final ids and logprobs."""
     progress: list[int] = []
     request = asyncio.create_task(sample(site, name, 300, progress))
     async with asyncio.timeout(60):
@@ -151,9 +149,7 @@ async def test_a_second_adapter_leaves_nothing_of_the_first(site: AdapterSite) -
 
 
 async def test_a_worker_that_lost_its_adapter_finds_the_served_one_again(site: AdapterSite) -> None:
-    """Reloading base weights drops adapters silently; requests carry a path that leads to the last commit's
-    adapter.
-    """
+    """Reloading base weights drops adapters silently; requests carry the path of the last commit's adapter."""
     await site.process.llm.pause_generation(mode="keep", clear_cache=True)
     await site.process.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(POLICY)})
     assert not await site.process.llm.list_loras()

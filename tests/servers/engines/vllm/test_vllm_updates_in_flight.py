@@ -262,9 +262,7 @@ def joined(parts: list[Differences]) -> Differences:
 
 
 def figures_of(found: Differences) -> dict[str, dict[str, float]]:
-    """Return for settled tokens and for all others: their number, the number that differ, and the difference in
-    nats.
-    """
+    """Return count, number of differences and size of the difference (nats), for settled and other tokens."""
     figures = {}
     for kind, mask in (("settled", found.is_settled), ("mixed", ~found.is_settled)):
         if mask.any():

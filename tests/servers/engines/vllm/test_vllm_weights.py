@@ -135,9 +135,7 @@ def logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
 
 
 def mean_difference(folder: Path, pairs: list[tuple[tuple[int, ...], Generation]]) -> float:
-    """Return the mean absolute difference between the engine's and the independent model's logprobs, over all
-    tokens.
-    """
+    """Return the mean absolute logprob difference between the engine and the independent model."""
     differences = []
     for prompt, generation in pairs:
         ids = (*prompt, *generation.token_ids)
@@ -473,7 +471,7 @@ def assert_same_greedy_path(
 
 
 async def assert_dies_cleanly(engine: VllmEngine, pid: int | None) -> None:
-    """Check that calls raise EngineLost, in flight and later, after the engine process was killed."""
+    """Kill the engine process, and check that calls in flight and later ones raise EngineLost."""
     assert pid is not None
     request = GenerateRequest("last", prompts()[0], SamplingParams(max_tokens=400))
     call = asyncio.create_task(engine.generate(request))
