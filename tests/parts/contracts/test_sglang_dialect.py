@@ -62,7 +62,8 @@ class SlimeLikeTrainer:
             return dict(await answer.json())
 
     async def attach(self) -> int:
-        """Read the engine's size, as `--rollout-external` does, and wait until it is idle. Returns the GPU count.
+        """Read the engine's size like `--rollout-external`, and wait until the engine is idle. Returns its GPU
+        count.
         """
         info = await self.get("/server_info")
         assert info.get("disaggregation_mode") not in ("prefill", "decode")

@@ -36,8 +36,7 @@ async def isolated_worker(
     turns_folder: str | None = None,
     **settings: Any,
 ):
-    """Start a worker whose trajectories run in processes with `tools`, import paths by name; yields the processes.
-    """
+    """Start a worker whose trajectories run in processes with `tools` (import paths by name). Yields them."""
     await engine.start()
     service = {"model": str(POLICY), "engine": {"kind": "simulated"}, "workers": {"tools": tools}}
     limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5, traces=TRACES)
