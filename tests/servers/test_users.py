@@ -160,8 +160,7 @@ async def test_a_user_has_its_limits_and_others_have_theirs(users: Users) -> Non
 async def test_keys_rotate_without_a_restart(users: Users) -> None:
     made = (await users.ask("a1", "POST", "/sessions", {"session_id": "kept"}))[1]
     write(users.path, {"name": "alice", "keys": [digest("a2")], "retired": [digest("a1")]}, ROOT)
-    # the processes read the file again without a request
-    assert (await users.ask("a2", "GET", "/status"))[0] == 401
+    assert (await users.ask("a2", "GET", "/status"))[0] == 401  # the change is not loaded yet
     assert (await users.ask("a1", "POST", "/admin/users"))[0] == 403
     assert (await users.ask("root", "POST", "/admin/users")) == (200, {"num_users": 2})
     assert (await users.ask("a1", "GET", "/status"))[0] == 401
