@@ -134,8 +134,8 @@ $(VENV)/.cpu: requirements/cpu.txt pyproject.toml
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.cpu requirements/dev.txt
-	@$(PIP) -r requirements/dev.txt
+$(VENV)/.dev: $(VENV)/.cpu requirements/dev.txt requirements/dev-alone.txt
+	@$(PIP) -r requirements/dev.txt -r requirements/dev-alone.txt
 	@touch $@
 
 # Needs uv. Give UV_FIND_LINKS a folder with a CPU build of torch; the lock must not name its local version.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from aiohttp import ClientSession
 
 from agentloop import parts
 from agentloop.client import RolloutClient
-from agentloop.errors import InvalidRequest, ToolLost
+from agentloop.errors import Forbidden, InvalidRequest, ToolLost
 from agentloop.parts import COMMANDS, PARTS, Part
 from agentloop.rollout.environment import tasks_of
 from agentloop.rollout.tool import load_tools
@@ -150,6 +151,18 @@ def test_without_a_source_only_folders_are_models(only, monkeypatch):
     missing = r"no model at smol: expected a folder with .*agentloop_absent is not installed: .*\[models\]"
     with pytest.raises(InvalidRequest, match=missing):
         with_model_folders(ServiceConfig(model="smol"), print)
+
+
+async def test_a_registered_name_with_a_variant_is_no_import_path(acme, tmp_path):
+    async with (
+        whole_service(acme_config(workers={"allowed_imports": []}), tmp_path) as url,
+        RolloutClient(url) as client,
+    ):
+        task = RolloutTask("t", (Message("user", "Hello."),), environment="shop:large-1.5")
+        [record] = [one async for one in await client.submit([task])]
+        assert "environment 'shop' has no variants: remove ':large-1.5'" in (record.error or "")
+        with pytest.raises(Forbidden, match=r"'acme\.shop:Shop' may not be imported here"):
+            await client.submit([replace(task, environment="acme.shop:Shop")])
 
 
 async def test_a_shell_runs_in_sandboxes_of_another_package(acme):

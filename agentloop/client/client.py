@@ -288,8 +288,8 @@ class RolloutClient:
         except TimeoutError as error:
             await self._forget(rollout)
             raise DeadlineExceeded(
-                f"the service did not accept all {len(tasks)} tasks within {timeout_s:g} s: its queue is full; the "
-                "accepted ones are cancelled"
+                f"the service did not accept all {len(tasks)} tasks within {timeout_s:g} s: its queue is full or "
+                "it is slow; the accepted ones are cancelled"
             ) from error
         except BaseException:
             await self._forget(rollout)

@@ -121,7 +121,7 @@ class Rollout:
                     part.pages.popleft()
 
     async def status(self) -> RolloutStatus:
-        """Return the sum of the parts' counts, with the first of `rollout_ids`."""
+        """Return the summed status of the submits of this rollout, under the first of `rollout_ids`."""
         return _sum([await self._service.rollout_status(name) for name in self.rollout_ids])
 
     async def cancel(self) -> RolloutStatus:

@@ -25,7 +25,7 @@ class HeldAdapter:
 
 
 class HeldAdapters:
-    """The loaded adapters of one engine. Synchronous; the engine loads and frees adapters, one at a time."""
+    """The record of an engine's loaded adapters. The engine itself loads and frees them, one at a time."""
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras

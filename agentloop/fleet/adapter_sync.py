@@ -237,7 +237,7 @@ class AdapterSync:
     async def _load_on_all(self, adapter: NamedAdapter) -> tuple[list[ReplicaProgress], NamedAdapter]:
         """Load a version on all replicas in service, including replicas that join during the load.
 
-        Sets its digest.
+        Returns each replica's progress, and a copy of `adapter` with the digest of the loaded weights.
         """
         done: list[ReplicaProgress] = []
         while new := self._others(done):

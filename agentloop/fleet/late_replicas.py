@@ -98,7 +98,7 @@ class LateReplicas:
         async for attempt in retrying:
             with attempt:
                 return await self._attempt(replica_id, self._patience_s(attempt.retry_state.attempt_number))
-        raise InvariantBroken("the last attempt raises its error")
+        raise InvariantBroken("the retries ended without a result or an error")
 
     async def _run(self, replica_id: str, trying: object) -> None:
         try:

@@ -183,11 +183,11 @@ class Fleet:
         could = {one: self._having(one) for one in features_of(needs.features)}
         refused = next((one for one, names in could.items() if not names), next(iter(could)))
         lines = [f"{param_of(one)} ({one}): {', '.join(names) or 'none'}" for one, names in could.items()]
-        reason = "no engine of this service supports it" if len(could) == 1 else "no engine supports all of these"
-        raise UnsupportedParameter(
-            f"{reason}; engines with support for {'; for '.join(lines)}{hint_of(refused)}",
-            param=param_of(refused),
-        )
+        if len(could) == 1:
+            reason = f"no engine of this service supports {param_of(refused)} ({refused}): remove it"
+        else:
+            reason = f"no engine supports all of these, remove one of them; engines with {'; with '.join(lines)}"
+        raise UnsupportedParameter(f"{reason}{hint_of(refused)}", param=param_of(refused))
 
     def version_of(self, adapter: str) -> int | None:
         """Return the version of new calls with an adapter, or of the base weights for ""."""
@@ -206,9 +206,10 @@ class Fleet:
     # Reports from replicas
 
     def register(self, registration: ReplicaRegistration, now: float) -> ReplicaRecord:
-        """Record a replica's registration. A repeated registration changes no state.
+        """Record a replica's registration. A repeated registration of the same process does not join again.
 
-        Another URL, or for a READY replica another version than recorded, means a new process, which joins again.
+        Another URL, or for a READY or SUSPECT replica another version than recorded, means a new process, which
+        joins again.
         """
         known = self._replicas.get(registration.replica_id)
         self._engines[registration.entry] = registration.info

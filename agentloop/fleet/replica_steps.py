@@ -297,7 +297,10 @@ class ReplicaSteps:
         return report
 
     async def wake(self, replica: ReplicaRecord, tags: frozenset[MemoryTag]) -> None:
-        """Allocate memory again if the engine can sleep. The KV cache needs a known weight version."""
+        """Allocate the memory of `tags` again; no-op for an engine that cannot sleep.
+
+        While the replica's weight version is unknown, its KV cache stays released.
+        """
         now = self._fleet.get(replica.replica_id)
         if now is None or now.weight_version is None:
             tags = tags - {MemoryTag.KV_CACHE}

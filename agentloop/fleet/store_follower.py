@@ -94,7 +94,9 @@ class StoreFollower:
             async with asyncio.timeout(POINTER_TIMEOUT_S):
                 return await self._store.read_latest()
         except TimeoutError as error:
-            raise StoreUnreachable(f"the store did not answer within {POINTER_TIMEOUT_S:g} s") from error
+            raise StoreUnreachable(
+                f"the store of published weights {self._store.source} did not answer within {POINTER_TIMEOUT_S:g} s"
+            ) from error
 
     async def _follow(self, latest: int, before: StoreStatus) -> StoreStatus:
         served, update = self._served(), WeightUpdate(latest, published=self._store.source)

@@ -184,7 +184,8 @@ class Tokens:
         id_of_alias = {aliases[name]: token_id for name, token_id in names.items()}
         if any(self._tokenizer.model.id_to_token(i) is not None and i != real for i, real in id_of_alias.items()):
             raise TemplateError(
-                "the tokenizer's vocabulary has unused ids: control tokens in content cannot be masked"
+                "the tokenizer's vocabulary has gaps in its ids, so control tokens that message content spells out "
+                "cannot be masked: use a tokenizer whose ids have no gaps"
             )
         return tokenizer, id_of_alias
 

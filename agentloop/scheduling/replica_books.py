@@ -206,7 +206,7 @@ class ReplicaBook:
         return self.own_tokens + self.shared_tokens
 
     def add(self, holding: Holding) -> None:
-        """Add an entry, with its KV unless its reservation was released."""
+        """Count a lease on this replica, and its KV unless the reservation was released."""
         self.num_leases += 1
         if not holding.is_kept:
             return

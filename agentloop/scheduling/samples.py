@@ -44,7 +44,10 @@ _MOVES: Mapping[SampleState, frozenset[SampleState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """An attempt at a worker that was declared lost, and the failures that were counted for it."""
+    """The record of a silent worker: the attempt that ran there and the failures counted for it.
+
+    They are undone if the worker reports the attempt again.
+    """
 
     attempt: int
     begun_at: float

@@ -219,7 +219,10 @@ class BatchWriter:
     async def close(self) -> None:
         """Finish pending work, then close the connection. Idempotent."""
         while self._is_writing:
-            await self.run(lambda db: None)  # returns after all work that was submitted before it
+            # Returns after all work that was submitted before it. That work has its own outcome: a lost lease or
+            # database must not keep the connection open.
+            with suppress(Exception):
+                await self.run(lambda db: None)
         if not self._is_closed:
             self._is_closed = True
             await asyncio.get_running_loop().run_in_executor(self._executor, self._db.close)

@@ -30,7 +30,10 @@ class LibraryParser:
     )  # any text may be part of a call until the library has parsed the complete turn
 
     def __init__(self, folder: Path, family: str) -> None:
-        """`family` is the library's name, or `auto`. Raises InvalidRequest and TemplateError."""
+        """`family` is the library's name of the model family; `auto` derives it from the folder's name.
+
+        Raises InvalidRequest and TemplateError.
+        """
         self._text = model_text(folder)
         self._library = Library(*family_of(family, folder), self._text, RenderSettings())
         # The text has no reasoning, but some of these parsers expect it at the start: prepend an empty one.

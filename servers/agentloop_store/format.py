@@ -310,7 +310,9 @@ def _apply_xor(frame: Any, tensor: Bytes, state: Hasher) -> None:
 def _apply_overwrite(frame: Any, tensor: Bytes, state: Hasher) -> None:
     num = int(_filled(frame, np.empty(4, np.uint8)).view(_POSITIONS)[0])
     if num > len(tensor):
-        raise LayoutMismatch(f"a delta changes {num} bytes, but the base's tensor has {len(tensor)}")
+        raise LayoutMismatch(
+            f"a delta changes {num} bytes of a tensor that has {len(tensor)}: it was made for another base"
+        )
     positions = _filled(frame, np.empty(4 * num, np.uint8)).view(_POSITIONS)
     piece = np.empty(min(_SCATTER, num), np.uint8)
     for start in range(0, num, _SCATTER):

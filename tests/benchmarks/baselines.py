@@ -1,9 +1,9 @@
-"""What others do, on an engine as it comes: its own one-phase path, and stop-the-world (abort, update, resend).
+"""Baselines on an unmodified engine: its own blocking update path, and stop-the-world (abort, update, resend).
 
-Here is vLLM's path, which is packed NCCL; SGLang's is in `baselines_sglang.py`. The engine has the sizes of ours
-and nothing of our code in it. Both ways send the tensors of the trainer process that our variants use. vLLM's NCCL
-wrapper needs NCCL 2.29.7 or newer (VLLM_NCCL_SO_PATH) and delivers zeros without a word on an older one:
-`delivered` compares greedy tokens with those of an engine that had these weights.
+This module has vLLM's path, packed NCCL; `baselines_sglang.py` has SGLang's. The engine has the sizes of ours and
+none of our code. Both ways send the tensors of the trainer process that our variants use. vLLM's NCCL wrapper needs
+NCCL 2.29.7 or newer (VLLM_NCCL_SO_PATH) and silently delivers zeros on an older one: `delivered` compares greedy
+tokens with those of an engine that had these weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.benchmarks.streams import Flight, Piece
 from tests.benchmarks.trainer import Call, NativeConnect, NativeSend, SetVersion, TrainerProcess
 
 NATIVE_TIMEOUT_S = 60.0
-MIN_AGREEMENT = 0.5  # of greedy tokens: bf16 may flip a near tie, zeros flip nearly all
+MIN_AGREEMENT = 0.5  # share of equal greedy tokens: bf16 may flip a near tie, zeros flip nearly all
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,53 +35,56 @@ class PlainUpdate:
 
 
 class PlainEngine(ABC):
-    """An engine as it comes, with its own way of updating weights."""
+    """An unmodified engine with its own way of updating weights."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Start it."""
+        """Start the engine."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End it. Idempotent."""
+        """Stop the engine. Idempotent."""
 
     @abstractmethod
     async def connect(self, trainer: TrainerProcess) -> None:
-        """Open what its updates travel through."""
+        """Open the transport of its updates."""
 
     @abstractmethod
     def stream(self, request_id: str, prompt: tuple[int, ...]) -> AsyncIterator[Piece]:
-        """Tokens as they come, until an abort or the end of the context."""
+        """Yield tokens as they arrive, until an abort or the end of the context."""
 
     @abstractmethod
     async def greedy(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[tuple[int, ...]]:
-        """The most probable continuations."""
+        """Return the greedy continuations."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End one request."""
+        """Abort one request."""
 
     @abstractmethod
     async def pause(self, *, is_aborting: bool, is_cache_cleared: bool) -> None:
-        """Stop: requests are frozen, or aborted."""
+        """Freeze or abort all requests."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on."""
+        """Continue the requests."""
 
     @abstractmethod
     async def transfer(self, trainer: TrainerProcess) -> None:
-        """Take the trainer's tensors; it is paused."""
+        """Receive the trainer's tensors while the engine is paused."""
 
     async def load(self, trainer: TrainerProcess, version: int) -> None:
-        """Bring it to `version` while nothing runs."""
+        """Update the engine to `version` while it is idle."""
         await trainer.ask(SetVersion(version))
         await self.pause(is_aborting=False, is_cache_cleared=True)
         await self.transfer(trainer)
         await self.resume()
 
     async def update(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
-        """The documented way with requests in flight: pause in place, transfer, resume. Their KV is kept."""
+        """Update in the documented way with requests in flight: pause in place, transfer, resume.
+
+        Their KV is kept.
+        """
         await trainer.ask(SetVersion(version))
         times = [time.perf_counter()]
         await self.pause(is_aborting=False, is_cache_cleared=False)
@@ -93,7 +96,7 @@ class PlainEngine(ABC):
         return await _measured(flight, times)
 
     async def update_by_resending(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
-        """Stop the world: abort all, update, send each again with its prompt and its tokens so far."""
+        """Stop the world: abort all requests, update, and resend each with its prompt and its tokens so far."""
         await trainer.ask(SetVersion(version))
         times = [time.perf_counter()]
         await self.pause(is_aborting=True, is_cache_cleared=True)
@@ -125,7 +128,7 @@ class PlainVllm(PlainEngine):
             await asyncio.wait([llm.output_handler])
         await asyncio.to_thread(llm.shutdown)
         await asyncio.sleep(0)
-        llm.shutdown = lambda *_: None  # its destructor calls it once more, too late
+        llm.shutdown = lambda *_: None  # its destructor calls it again, too late
 
     async def connect(self, trainer: TrainerProcess) -> None:
         """Open the NCCL group of the trainer and the engine's worker."""
@@ -158,7 +161,7 @@ class PlainVllm(PlainEngine):
         await trainer.ask(NativeSend(), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
 
     async def serve(self, call: Call) -> None:
-        """What vLLM's trainer side asks of the engine."""
+        """Execute a call from vLLM's trainer side on the engine."""
         from vllm.distributed.weight_transfer import base  # noqa: PLC0415
 
         match call.verb:
@@ -202,12 +205,12 @@ class PlainVllm(PlainEngine):
 
 
 def agreement(some: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> float:
-    """The share of continuations that are the same."""
+    """Return the share of equal continuations."""
     return sum(one == other for one, other in zip(some, others, strict=True)) / len(some)
 
 
 def delivered(got: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> bool:
-    """Whether an engine that answers `got` has the weights of one that answered `wanted`."""
+    """Return True if an engine that answers `got` has the weights of the engine that answered `wanted`."""
     return agreement(got, wanted) >= MIN_AGREEMENT
 
 

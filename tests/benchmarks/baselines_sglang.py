@@ -1,9 +1,9 @@
-"""SGLang's own ways of taking a trainer's weights, on an SGLang as it comes (0.5.17).
+"""SGLang's own ways of updating weights, on an unmodified SGLang (0.5.17).
 
 `update_weights_from_distributed`: the trainer and the schedulers are one process group, and each bucket of tensors
 is one broadcast (`flattened_bucket`). `update_weights_from_tensor`: a bucket's CUDA IPC handle travels with the
-request. Both run while generation is paused in place, as SGLang's documentation has it for requests in flight.
-Pausing by abort looks every second, no sooner, if the last request has ended.
+request. Both run while generation is paused in place, as SGLang documents it for requests in flight. A pause by
+abort checks only once a second whether the last request has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENDED_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together: their names, dtypes and shapes, and the payload where it is not broadcast."""
+    """Tensors that are sent together: their names, dtypes and shapes, and the payload unless it is broadcast."""
 
     names: list[str]
     dtypes: list[str]
@@ -57,7 +57,7 @@ class PlainSglang(PlainEngine):
         self._children = [one for one in psutil.Process().children(recursive=True) if one not in before]
 
     async def close(self) -> None:
-        """End its processes; its own way would end the trainer's too."""
+        """Stop its processes; its own shutdown would stop the trainer's too."""
         engine, self._engine = self._engine, None
         if engine is not None:
             vars(engine.tokenizer_manager)["_subprocess_watchdog"].stop()  # it would end this process with them
@@ -92,7 +92,7 @@ class PlainSglang(PlainEngine):
     async def pause(self, *, is_aborting: bool, is_cache_cleared: bool) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: PLC0415
 
-        self._clears_cache = is_cache_cleared  # with the update
+        self._clears_cache = is_cache_cleared  # during the update
         mode = "abort" if is_aborting else "in_place"
         await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
@@ -105,7 +105,7 @@ class PlainSglang(PlainEngine):
         await trainer.ask(NativeSend(), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
 
     async def serve(self, call: Call) -> None:
-        """What the trainer asks of the engine. Raises RuntimeError for what SGLang answers as a failure."""
+        """Execute a call from the trainer on the engine. Raises RuntimeError for a failure that SGLang reports."""
         from sglang.srt.managers import io_struct  # noqa: PLC0415
 
         manager = self._engine.tokenizer_manager
@@ -157,7 +157,7 @@ class PlainSglang(PlainEngine):
 
 
 class SglangSender:
-    """The trainer's side, in its process. `is_shared`: the engine is on this device, and maps the tensors."""
+    """The trainer's side, in its process. With `is_shared`, the engine is on this device and maps the tensors."""
 
     def __init__(
         self, tensors: dict[str, torch.Tensor], call: Callable[[str, Any], None], *, is_shared: bool
@@ -166,10 +166,10 @@ class SglangSender:
         self._call = call
         self._is_shared = is_shared
         self._group: Any = None
-        self._thread = ThreadPoolExecutor(1)  # a call lasts as long as the engine takes part in what we do here
+        self._thread = ThreadPoolExecutor(1)  # a call lasts as long as the engine takes part in the transfer
 
     def connect(self, port: int) -> None:
-        """Open the process group, where tensors are broadcast."""
+        """Open the process group, if tensors are broadcast."""
         if self._is_shared:
             return
         from sglang.srt.utils import init_custom_process_group  # noqa: PLC0415
@@ -182,7 +182,7 @@ class SglangSender:
         theirs.result()
 
     def send_weights(self) -> None:
-        """Send all tensors, bucket after bucket."""
+        """Send all tensors, bucket by bucket."""
         from sglang.srt.utils import MultiprocessingSerializer  # noqa: PLC0415
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions  # noqa: PLC0415
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket  # noqa: PLC0415
@@ -203,7 +203,7 @@ class SglangSender:
             theirs.result()
 
     def shutdown(self) -> None:
-        """Let go of the thread; the group ends with the process."""
+        """Stop the thread; the group ends with the process."""
         self._thread.shutdown(wait=False)
 
 

@@ -10,9 +10,9 @@ from tests.benchmarks.soak_processes import Tree
 
 
 class CpuSeconds:
-    """User and system seconds of a process and all that descends from it, since this was made.
+    """User and system seconds of a process and its descendants, since this object was created.
 
-    Processes that ended meanwhile are left out, and so are those that are in `without`, with their descendants.
+    Processes that ended since then are not counted, nor are those in `without` and their descendants.
     """
 
     def __init__(self, pid: int, *, root: str = "service") -> None:
@@ -21,7 +21,7 @@ class CpuSeconds:
         self._before = self._now()
 
     def used(self, without: frozenset[int] = frozenset()) -> dict[str, float]:
-        """Return the seconds by kind, the most first."""
+        """Return the seconds by kind, in descending order."""
         found: dict[str, float] = {}
         hidden = set(without)
         for pid in without:

@@ -1,11 +1,10 @@
-"""Dispatch by the real queue, on simulated time: how full workers are with groups of each size, and what a task
-costs that kills its worker.
+"""Benchmark of the task queue on simulated time: worker utilization by group size, and the cost of a poison task.
 
     python tests/benchmarks/dispatch.py
 
-Durations are log-normal. A worker asks whenever a place of it becomes free. One that died was heard of last at most
-`HEARD_S` before, is noticed after a time within `noticed_s`, and another stands in its place after `RESTART_S`. Of
-`num_accidents` deaths no task is the cause.
+Durations are log-normal. A worker requests a task whenever one of its slots becomes free. A dead worker sent its
+last heartbeat at most `HEARD_S` before its death, is detected after a time within `noticed_s`, and is replaced
+after `RESTART_S`. `num_accidents` of the deaths are not caused by a task.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from tests.support.fleet.placing_queue import PlacingQueue
 
 CAPACITY = 256
 MEDIAN_S, SIGMA = 60.0, 1.0
-POISON_S = 20.0  # into its run a poison task kills its worker
+POISON_S = 20.0  # a poison task kills its worker this long after its start
 HEARD_S, RESTART_S = 2.0, 30.0
 NOTICED_S = 15.0, 15.0
-LATE_S = 0.0, 30.0  # of a host that falls silent
+LATE_S = 0.0, 30.0  # a silent host
 ACCIDENT_EVERY_S = 100.0
 
 
@@ -33,12 +32,12 @@ class Outcome:
     """One simulated run."""
 
     wall_s: float = 0.0
-    used_share: float = 0.0  # of the places, while samples are queued
-    num_thrown_away: int = 0  # runs of innocents that their worker's death ended
+    used_share: float = 0.0  # share of the slots in use while samples are queued
+    num_thrown_away: int = 0  # runs of innocent samples that ended with their worker
     num_innocents_failed: int = 0
     num_poisons_failed: int = 0
     num_deaths: int = 0
-    kills: Counter[str] = field(default_factory=Counter)  # by each poison task
+    kills: Counter[str] = field(default_factory=Counter)  # by poison task
 
 
 @dataclass
@@ -52,7 +51,8 @@ class _Simulation:
     now: float = 0.0
     events: list[tuple[float, int, str, str, str]] = field(default_factory=list)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
-    running: dict[str, dict[str, int]] = field(default_factory=dict)  # by worker: the sample and its start's number
+    # by worker: the sample and the number of its start
+    running: dict[str, dict[str, int]] = field(default_factory=dict)
     outcome: Outcome = field(default_factory=Outcome)
 
     def run(self) -> Outcome:
@@ -156,7 +156,6 @@ def simulate(
 
 
 def main() -> None:
-    """Print both tables."""
     print(f"capacity {CAPACITY}, one worker, 9,600 trajectories: places in use while samples are queued")
     for num_samples in (1, 16, 64, 128, 200, 256):
         found = simulate(9600, num_samples)

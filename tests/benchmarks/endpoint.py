@@ -1,17 +1,18 @@
-"""What the chat endpoint costs beside the engine: sessions of many turns, a zero-latency engine, raw clients.
+"""The chat endpoint's cost in addition to the engine: sessions of many turns, a zero-latency engine, raw clients.
 
     make bench-endpoint                                         # the tables, in 20 minutes
     make bench-endpoint ARGS="--sessions 1 64 --repeat 5"       # in 2
 
-`in process`: the engine is in the endpoint's event loop, and its simulated steps count as the endpoint's CPU.
-`over HTTP`: behind its data-plane port in another process, as in a service. The endpoint is the app of `app.py` on
-its direct port, with its SQLite store on disk, in a process of its own; the load comes from another one. Agents
-have no pauses: with more than one of them the endpoint is saturated, and a turn's latency is mostly waiting for the
-other sessions' turns. With the most sessions, one more sends a message of `--long-chars` in the middle.
+`in process`: the engine is in the endpoint's event loop, and its simulated steps count as the endpoint's CPU. `over
+HTTP`: the engine is behind its data-plane port in another process, as in a service. The endpoint is the app of
+`app.py` on its direct port, with its SQLite store on disk, in a separate process; a third process generates the
+load. Agents have no pauses: more than one of them saturates the endpoint, and a turn's latency is then mostly time
+spent waiting for the other sessions' turns. In the case with the most sessions, one additional agent sends a
+message of `--long-chars` in the middle.
 
 `added`: a turn's latency at the client without the engine's own time. Per core: per second of CPU time of the
-endpoint's process, its store thread included. `lag`: how late a 5 ms timer of its event loop comes. Medians over
-the repeats; ratios within one run are what to compare, as the host's other load takes its share.
+endpoint's process, including its store thread. `lag`: the delay of a 5 ms timer in its event loop. Figures are
+medians over the repeats. Compare ratios within one run, because other load on the host takes its share.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from tests.benchmarks.endpoint_load import Load, open_sessions, talk
 from tests.benchmarks.endpoint_processes import EndpointFigures, ask, process, run_endpoint, run_engine
 
 NUM_TURNS = 50
-NUM_ALONE = 20  # sessions, one after another, where there is one at a time: fifty turns alone are too few to time
+NUM_ALONE = 20  # sessions, one after another, where one runs at a time: fifty turns are too few to time
 WARM_UP_TURNS = 20
 TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row."""
+    """One row of the table."""
 
-    is_remote: bool  # the engine
-    num_sessions: int  # at a time
+    is_remote: bool  # the engine is remote
+    num_sessions: int  # concurrent sessions
     num_turns: int
     long_chars: int
 
     @property
     def num_rounds(self) -> int:
-        """How often so many sessions talk, one round after another."""
+        """Return the number of consecutive rounds for this number of sessions."""
         return NUM_ALONE if self.num_sessions == 1 else 1
 
     @property
@@ -90,7 +91,7 @@ COLUMNS = {
 
 
 def measure(case: Case, folder: Path) -> Figures:
-    """One run of a case, in new processes."""
+    """Run a case once, in new processes."""
     with ExitStack() as closing:
         engine_pipe, engine_url = None, None
         if case.is_remote:
@@ -154,7 +155,6 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 64, 1000])
     parser.add_argument("--turns", type=int, default=NUM_TURNS)
@@ -165,7 +165,7 @@ def main() -> None:
     options = parser.parse_args()
     runs: dict[str, list[Figures]] = {}
     for case in [case for case in _cases(options) for _ in range(options.repeat)]:
-        with tempfile.TemporaryDirectory() as folder:  # on a disk, where the store writes
+        with tempfile.TemporaryDirectory() as folder:  # on disk, where the store writes
             runs.setdefault(case.name, []).append(measure(case, Path(folder)))
     rows = [(name, *(getattr(_median(found), field) for field in COLUMNS.values())) for name, found in runs.items()]
     title = f"The chat endpoint beside the engine, median of {options.repeat}"

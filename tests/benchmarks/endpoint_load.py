@@ -1,7 +1,8 @@
-"""Load for the chat endpoint: agents that talk as fast as they are answered, over raw keep-alive connections.
+"""Load for the chat endpoint: agents without pauses between turns, over raw keep-alive connections.
 
-An agent calls the same tool in every turn and sends its whole history each time, as OpenAI clients do. What the
-generator does beyond copying bytes is one JSON parse a turn: it shares two cores with what it measures.
+An agent calls the same tool in every turn and sends its whole history each time, as OpenAI clients do. Apart from
+copying bytes, the generator does one JSON parse per turn, because it shares two cores with the processes that it
+measures.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import orjson
 
 from tests.support.engine.scripted import call
 
-REPLY = call("calculator", expression="12 * 34 + 5")  # what the engine says in every turn
+REPLY = call("calculator", expression="12 * 34 + 5")  # the engine's reply in every turn
 LONG_TEXT = "The quick brown fox looks for the number 12345. "
 _TOOL = {
     "type": "function",
@@ -40,15 +41,15 @@ _LENGTH_HEADER = b"content-length: "
 
 @dataclass(slots=True)
 class Load:
-    """What the agents saw."""
+    """Measurements of the agents."""
 
-    turn_s: dict[str, float] = field(default_factory=dict)  # by the id of the call
+    turn_s: dict[str, float] = field(default_factory=dict)  # by call id
     wall_s: float = 0.0
     long_s: float | None = None
 
 
 async def open_sessions(url: str, num_sessions: int, name: str) -> list[Agent]:
-    """New sessions, each with a connection of its own."""
+    """Open new sessions, each with its own connection."""
     agents = [Agent(url, f"{name}-{index}") for index in range(num_sessions)]
     for agent in agents:
         await agent.open()
@@ -56,8 +57,10 @@ async def open_sessions(url: str, num_sessions: int, name: str) -> list[Agent]:
 
 
 async def talk(agents: list[Agent], num_turns: int, load: Load, long_chars: int = 0) -> None:
-    """Let all agents take their turns at once, and add what they see to `load`; one more sends a message of
-    `long_chars` in the middle."""
+    """Run the turns of all agents concurrently, and add their measurements to `load`.
+
+    One additional agent sends a message of `long_chars` in the middle.
+    """
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for agent in agents:
@@ -82,7 +85,7 @@ class Agent:
         self._connection = Connection()
 
     def other(self, session_id: str) -> Agent:
-        """An agent of the same endpoint."""
+        """Return an agent of the same endpoint for another session."""
         return Agent(self._url, session_id, self._key)
 
     async def open(self) -> None:
@@ -92,7 +95,7 @@ class Agent:
         await self._post("/sessions", orjson.dumps({"session_id": self._session_id}))
 
     async def talk(self, num_turns: int, load: Load) -> None:
-        """Take so many turns, each with the whole history, and hang up."""
+        """Run `num_turns` turns, each with the whole history, and disconnect."""
         for turn in range(num_turns):
             body = self._body()
             before = time.perf_counter()
@@ -107,7 +110,7 @@ class Agent:
         self._connection.close()
 
     async def say(self, text: str) -> float:
-        """Open a session, say one thing in it, and hang up. Returns the seconds until the answer."""
+        """Open a session, send one message, and disconnect. Returns the seconds until the answer."""
         await self.open()
         self._messages = [orjson.dumps({"role": "user", "content": text})]
         before = time.perf_counter()
@@ -133,18 +136,18 @@ class Agent:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time; an answer has a length, or comes in chunks, whose frames are left in its body."""
+    """One request at a time. An answer has a length or is chunked; its body then includes the chunk framing."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[tuple[bytes, bytes]] | None = None
         self._head: bytes | None = None
         self._body = bytearray()
-        self._length: int | None = None  # None: in chunks
+        self._length: int | None = None  # None: chunked
         self.first_body_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._body += data
@@ -158,7 +161,7 @@ class Connection(asyncio.Protocol):
             self.first_body_at = time.perf_counter()
         is_whole = self._body.endswith(b"0\r\n\r\n") if self._length is None else len(self._body) >= self._length
         if is_whole:
-            if self._answer is None or self._answer.done():  # its agent was cancelled at the measurement's end
+            if self._answer is None or self._answer.done():  # its agent was cancelled at the end of the measurement
                 return
             head, body, self._head, self._body = self._head, bytes(self._body), None, bytearray()
             self._answer.set_result((head, body))
@@ -168,7 +171,7 @@ class Connection(asyncio.Protocol):
             self._answer.set_exception(error or ConnectionResetError("the endpoint hung up"))
 
     async def ask(self, request: bytes) -> tuple[bytes, bytes]:
-        """Head and body of the answer."""
+        """Return the head and the body of the answer."""
         assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()
         self.first_body_at = 0.0
@@ -181,7 +184,7 @@ class Connection(asyncio.Protocol):
 
 
 def _call_id(head: bytes) -> str:
-    """The call's id: a turn's is that and the number of the choice."""
+    """Return the call's id: a turn's id without the number of the choice."""
     return _header(head, _TURN_HEADER).decode().partition(".")[0]
 
 

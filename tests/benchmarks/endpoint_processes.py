@@ -1,8 +1,8 @@
-"""The processes that the endpoint's benchmark measures: the endpoint, as `app.py` wires it, and an engine.
+"""The processes that the endpoint's benchmark measures: the endpoint, wired as in `app.py`, and an engine.
 
-Both take orders over a pipe: `read` answers with figures, `stop` ends the process; the endpoint's are counted from
-`mark` (memory) and `start` (all else). The endpoint's event loop is uvloop's and its port the direct one, as in a
-Serve replica; its engine is simulated without latency, in its own event loop or behind a data-plane port.
+Both receive commands over a pipe: `read` returns figures, `stop` ends the process. The endpoint's figures count
+from `mark` (memory) and `start` (everything else). The endpoint's event loop is uvloop and its port the direct one,
+as in a Serve replica. Its engine is simulated without latency, in its own event loop or behind a data-plane port.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.support.service.whole_service import simulated_config
 
 SECRET = Trust("bench")
 LAG_PROBE_S = 0.005
-MAX_CONTEXT_TOKENS = 1 << 20  # a message of a megabyte is answered, not refused
+MAX_CONTEXT_TOKENS = 1 << 20  # a message of a megabyte must be answered, not refused
 _BLOCK_SIZE = 32
 
 
@@ -53,8 +53,8 @@ class EndpointFigures:
 
     cpu_s: float
     lags_ms: list[float]
-    rss_bytes: int  # at its end, without what was there at the mark
-    counted_bytes: int  # by the registry
+    rss_bytes: int  # resident memory at the end, less the size at the mark
+    counted_bytes: int  # as counted by the registry
     num_sessions: int
     engine_s: dict[str, float]  # by call, if the engine is in this process
 
@@ -63,7 +63,7 @@ class EndpointFigures:
 def process(
     main: Callable[..., Coroutine[None, None, None]], *arguments: object
 ) -> Iterator[tuple[Connection, str]]:
-    """Run `main(pipe, *arguments)` in a process of its own; yields the pipe and the URL that it announces."""
+    """Run `main(pipe, *arguments)` in another process; yields the pipe and the URL that it announces."""
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     running = spawn.Process(target=_run, args=(main, theirs, *arguments), daemon=True)
@@ -78,13 +78,13 @@ def process(
 
 
 def ask(pipe: Connection, order: str) -> Any:
-    """Send an order and wait for its answer."""
+    """Send a command and wait for its answer."""
     pipe.send(order)
     return pipe.recv()
 
 
 async def run_engine(pipe: Connection) -> None:
-    """An engine behind its data-plane port; `read` answers with the seconds each call took in it."""
+    """Run an engine behind its data-plane port; `read` returns the seconds of each call in it."""
     engine = TimedEngine()
     await engine.start()
     server = DataPlaneServer(engine, "bench", SECRET)
@@ -100,7 +100,7 @@ async def run_engine(pipe: Connection) -> None:
 async def run_endpoint(
     pipe: Connection, run_dir: Path, engine_url: str | None, settings: Mapping[str, int] | None = None
 ) -> None:
-    """The endpoint, over the engine at `engine_url`, or over one of its own; `settings` are the endpoint's."""
+    """Run the endpoint over the engine at `engine_url`, or over its own engine; `settings` are the endpoint's."""
     configure_logging(run_dir / LOG_NAME)
     async with AsyncExitStack() as closing:
         clients = EngineClients(SECRET)
@@ -151,7 +151,7 @@ async def _measure(pipe: Connection, sessions: Sessions, engine: TimedEngine | N
 
 
 async def lag_probe(lags_ms: list[float]) -> None:
-    """Sleep briefly for ever; how late each sleep ends is the event loop's lag."""
+    """Sleep briefly in an endless loop; the delay of each wake-up is the event loop's lag."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(LAG_PROBE_S)
@@ -159,13 +159,13 @@ async def lag_probe(lags_ms: list[float]) -> None:
 
 
 def resident_bytes() -> int:
-    """What the process has in memory now."""
+    """Return the resident memory of the process."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * resource.getpagesize()
 
 
 class TimedEngine(SimulatedEngine):
-    """Answers at once and always the same; keeps how long each call took in it."""
+    """Answers at once with a constant reply, and records how long each call took."""
 
     def __init__(self) -> None:
         reply = tuple(ids(REPLY))
@@ -188,7 +188,7 @@ class TimedEngine(SimulatedEngine):
 
 
 class _OneEngine(EngineClients):
-    """Every URL is this engine's."""
+    """Resolves every URL to this engine."""
 
     def __init__(self, engine: TimedEngine) -> None:
         super().__init__(SECRET)
@@ -199,7 +199,7 @@ class _OneEngine(EngineClients):
 
 
 class _OneReplica(FakeCoordinator):
-    """Every session gets a place on the one replica."""
+    """Gives every session a lease on the one replica."""
 
     def __init__(self, url: str) -> None:
         super().__init__()

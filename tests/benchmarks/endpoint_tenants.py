@@ -1,9 +1,9 @@
-"""One user's calls beside another's crowd: what B waits for a turn, alone and while A has many calls open.
+"""One user's calls next to another user's crowd: B's turn latency, alone and while A has many open calls.
 
     python -m tests.benchmarks.endpoint_tenants [--crowd 300] [--turns 200] [--engine over-http]
 
-A's agents and B's one talk as fast as they are answered, from processes of their own and with keys of their own, to
-one endpoint process.
+A's agents and B's one agent send each turn as soon as they have the answer. Each user has its own process and key;
+both use one endpoint process.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.benchmarks.endpoint_load import Agent, Load
 from tests.benchmarks.endpoint_processes import ask, process, run_endpoint, run_engine
 
 TIMEOUT_S = 300.0
-TURNS_EACH = 10  # of a session: prompts stay short
+TURNS_EACH = 10  # per session: prompts stay short
 KEYS = {"AGENTLOOP_KEY": "key-of-a,key-of-b", "AGENTLOOP_ADMIN_KEY": "key-of-admin"}
 
 
 async def talk(url: str, key: str, name: str, num_turns: int, load: Load) -> None:
-    """Have one agent after the other, each in a new session, until these turns were taken."""
+    """Run one agent after another, each in a new session, until `num_turns` turns are done."""
     for index in range(num_turns // TURNS_EACH):
         agent = Agent(url, f"{name}-{index}", key)
         await agent.open()
@@ -34,7 +34,7 @@ async def talk(url: str, key: str, name: str, num_turns: int, load: Load) -> Non
 
 
 async def run_crowd(pipe: Connection, url: str, size: int) -> None:
-    """A's agents, until `stop`; `read` answers with the turns that they have taken."""
+    """Run A's agents until `stop`; `read` returns the number of their turns."""
     load = Load()
     agents = [asyncio.create_task(talk(url, "key-of-a", f"crowd-{one}", 10_000_000, load)) for one in range(size)]
     while len(load.turn_s) < 3 * size:
@@ -48,14 +48,14 @@ async def run_crowd(pipe: Connection, url: str, size: int) -> None:
 
 
 def turns_of_b(url: str, name: str, num_turns: int) -> list[float]:
-    """The milliseconds that each turn of B's agent took."""
+    """Return the milliseconds of each turn of B's agent."""
     load = Load()
     asyncio.run(asyncio.wait_for(talk(url, "key-of-b", name, num_turns, load), TIMEOUT_S))
     return sorted(seconds * 1000 for seconds in load.turn_s.values())
 
 
 def main() -> None:
-    """Print B's turns, alone and beside the crowd."""
+    """Print B's turn latencies, alone and next to the crowd."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--crowd", type=int, default=300)
     parser.add_argument("--turns", type=int, default=200)

@@ -1,7 +1,7 @@
-"""The same requests straight into an engine, without our service: one process, token ids, final-only output.
+"""The same requests sent directly to an engine, without our service: one process, token ids, final-only output.
 
-`gpu_throughput` starts it beside a service, on the same GPU, and says by lines on its standard input when to run
-which load; it writes its figures as JSON lines. The engine has the service's own arguments, less what only the
+`gpu_throughput` starts it next to a service, on the same GPU. Lines on its standard input say when to run which
+load; it writes its figures as JSON lines. The engine has the service's arguments, except those that only the
 service needs: events of the KV cache, and our code in its workers.
 """
 
@@ -43,26 +43,26 @@ class BareRun:
 
 
 class BareEngine(ABC):
-    """An engine that samples exactly so many tokens."""
+    """An engine that samples an exact number of tokens."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
 
     @abstractmethod
     def load(self) -> None:
-        """Import the engine; no GPU is touched."""
+        """Import the engine without touching a GPU."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Start it."""
+        """Start the engine."""
 
     @abstractmethod
     async def sample(self, request_id: str, prompt_ids: list[int], num_tokens: int) -> list[int]:
-        """Return the sampled ids; their logprobs were asked for, as the service does."""
+        """Return the sampled ids. Logprobs are requested, as in the service."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End it."""
+        """Stop the engine."""
 
 
 class BareVllm(BareEngine):
@@ -88,7 +88,7 @@ class BareVllm(BareEngine):
 
     async def close(self) -> None:
         self._llm.shutdown()
-        self._llm.shutdown = lambda *_: None  # its destructor shuts it down once more, and fails by then
+        self._llm.shutdown = lambda *_: None  # its destructor calls it again, and would fail
 
 
 class BareSglang(BareEngine):
@@ -120,13 +120,13 @@ ENGINES: dict[str, type[BareEngine]] = {"vllm": BareVllm, "sglang": BareSglang}
 
 
 async def run_load(engine: BareEngine, load: Workload, sizes: PromptSizes) -> BareRun:
-    """Run trajectories of the service's sizes until the load's end, so many at once; ids are drawn at random."""
+    """Run trajectories of the service's sizes with random ids until the load's end, a fixed number concurrently."""
     turns: list[Turn] = []
     vocab_size = model_sizes(engine.config).vocab_size
     plain_ids = range(vocab_size // 2, 3 * vocab_size // 4)
     common = random.Random("shared").choices(plain_ids, k=sizes.num_shared)
     numbers = iter(range(load.num_trajectories))
-    run_name = f"{time.time_ns():x}"  # prompts of their own: nothing of an earlier window is cached
+    run_name = f"{time.time_ns():x}"  # unique prompts: nothing of an earlier window is cached
 
     async def seat() -> None:
         for number in numbers:
@@ -150,7 +150,7 @@ async def run_load(engine: BareEngine, load: Workload, sizes: PromptSizes) -> Ba
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Start the engine, and run a load for each line of standard input; `--out` gets a line for each."""
+    """Start the engine, and run one load per line of standard input; each writes one line to `--out`."""
     config = ServiceConfig.model_validate_json(options.config.read_text())
     engine = ENGINES[config.engine.kind](config)
     began_at = time.perf_counter()
@@ -172,7 +172,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run loads until standard input ends; the figures are in `--out`, a line each."""
+    """Run loads until standard input ends; `--out` gets one line of figures per load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="a ServiceConfig, as JSON")
     parser.add_argument("--out", type=Path, required=True)

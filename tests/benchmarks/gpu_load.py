@@ -1,9 +1,9 @@
 """The load of `gpu_throughput`: trajectories of given lengths, as a loop of the service or agents of its endpoint.
 
-A trajectory has a prompt of its own and samples so many tokens in each turn; between two turns a tool answers at
-once (`Turns`), or the agent does (`ChatAgent`, over raw keep-alive connections, in processes of their own). Times
-are `time.perf_counter()`, which all processes of a host share on Linux. A load stops by itself: after its window
-no turn begins.
+Each trajectory has a unique prompt and samples a given number of tokens in each turn. Between two turns a tool
+answers at once (`Turns`), or the agent does (`ChatAgent`, over raw keep-alive connections, in separate processes).
+Times are `time.perf_counter()`, which all processes of a host share on Linux. A load stops automatically: no turn
+starts after its window.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentloop_tools.calculator import calculator
 from tests.benchmarks.endpoint_load import Connection
 
 LOOP = "tests.benchmarks.gpu_load:Turns"
-ROOM_TOKENS = 1 << 20  # no limit of a task cuts a turn: the loop does
+ROOM_TOKENS = 1 << 20  # no task limit cuts a turn: the loop does
 ANSWER = "The tool says 413."
 _CALL = ToolCall("call_0", "calculator", {"expression": "12 * 34 + 5"})
 _WORDS = ("river", "stone", "window", "seven", "garden", "paper", "morning", "bridge", "copper", "winter", "letter")
@@ -40,19 +40,18 @@ _WORDS = ("river", "stone", "window", "seven", "garden", "paper", "morning", "br
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a load. `outside_s`: seconds that it took besides the engine's, the tool's included; None: not
-    known."""
+    """One turn of a load. `outside_s`: its seconds outside the engine, including the tool; None: unknown."""
 
     began_at: float
     ended_at: float
     num_tokens: int
     outside_s: float | None = None
-    number: int = 0  # in its trajectory, from 0
+    number: int = 0  # index in its trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The steady part of a load: what is measured."""
+    """The measured, steady part of a load."""
 
     begins_at: float
     ends_at: float
@@ -62,57 +61,60 @@ class Window:
         return self.ends_at - self.begins_at
 
     def share(self, turn: Turn) -> float:
-        """The part of a turn's time that is within."""
+        """Return the share of the turn's time inside the window."""
         within = min(turn.ended_at, self.ends_at) - max(turn.began_at, self.begins_at)
         return max(within, 0.0) / (turn.ended_at - turn.began_at)
 
     def num_tokens(self, turns: Sequence[Turn]) -> float:
-        """The tokens sampled within; those of a turn that crosses its edge are spread evenly over the turn."""
+        """Return the tokens sampled inside the window.
+
+        The tokens of a turn that crosses an edge are spread evenly over the turn.
+        """
         return sum(turn.num_tokens * self.share(turn) for turn in turns)
 
     def ended_within(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns that ended in it."""
+        """Return the turns that ended in the window."""
         return [turn for turn in turns if self.begins_at <= turn.ended_at < self.ends_at]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`num_trajectories`, of which `num_at_once` are in flight; turns of `num_sampled` tokens, more or less.
+    """`num_trajectories`, of which `num_at_once` are in flight, with turns of about `num_sampled` tokens.
 
-    `spread` 0.5: a turn's length is drawn from half of `num_sampled` to one and a half.
+    With a `spread` of 0.5, a turn's length is drawn from 0.5 to 1.5 times `num_sampled`.
     """
 
     num_trajectories: int
     num_at_once: int
-    until: float = math.inf  # no turn begins later
+    until: float = math.inf  # no turn starts later
     num_turns: int = 3
     num_sampled: int = 160
     spread: float = 0.0
     prompt_words: int = 16
     has_tools: bool = True
-    answer_words: int = 0  # each tool's answer; 0: ANSWER
+    answer_words: int = 0  # length of each tool's answer; 0: ANSWER
     mean_pause_s: float = 0.0  # a tool's run time, exponentially distributed
 
     def text(self, number: int) -> str:
-        """A trajectory's first message: none begins as another one."""
+        """Return a trajectory's first message; no two begin alike."""
         choose = random.Random(number)
         return f"{number}: " + " ".join(choose.choices(_WORDS, k=self.prompt_words))
 
     def lengths(self, number: int) -> list[int]:
-        """The tokens of each of its turns."""
+        """Return the number of tokens of each of its turns."""
         choose = random.Random(-number - 1)
         most = 1.0 + self.spread
         return [round(self.num_sampled * choose.uniform(2 - most, most)) for _ in range(self.num_turns)]
 
     def tools(self, number: int) -> list[tuple[float, str]]:
-        """The seconds and the answer of the tool after each of its turns."""
+        """Return the seconds and the answer of the tool after each of its turns."""
         choose = random.Random(f"tools of {number}")
         answer = " ".join(choose.choices(_WORDS, k=self.answer_words)) or ANSWER
         rate = 1 / self.mean_pause_s if self.mean_pause_s else math.inf
         return [(choose.expovariate(rate), answer) for _ in range(self.num_turns)]
 
     def tasks(self) -> list[RolloutTask]:
-        """All trajectories, as tasks of the loop `Turns`."""
+        """Return all trajectories, as tasks of the loop `Turns`."""
         limits = Limits(
             max_turns=self.num_turns + 1,
             max_tokens_per_turn=ROOM_TOKENS,
@@ -137,9 +139,9 @@ class Workload:
 
 
 class Turns:
-    """A loop of turns of given lengths, whose tool answers at once. It notes its times as metrics.
+    """A loop with turns of given lengths, whose tool answers at once. It records its times as metrics.
 
-    A turn's time outside the engine is from its beginning to that of the next one, without what the engine took.
+    A turn's time outside the engine is from its start to the start of the next turn, without the engine's time.
     """
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
@@ -165,7 +167,7 @@ class Turns:
 
 
 def turns_of(record: Trajectory) -> list[Turn]:
-    """The turns that `Turns` noted of a record."""
+    """Return the turns that `Turns` recorded."""
     metrics, found = record.metrics, []
     for number, turn in enumerate(record.path.turns if "began_at.0" in metrics else ()):
         began_at = metrics[f"began_at.{number}"]
@@ -176,18 +178,18 @@ def turns_of(record: Trajectory) -> list[Turn]:
 
 @dataclass(slots=True)
 class ChatLoad:
-    """What agents of the endpoint saw."""
+    """Measurements of the endpoint's agents."""
 
     turns: list[Turn] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)  # to a stream's first piece
+    first_s: list[float] = field(default_factory=list)  # until a stream's first piece
     open_s: list[float] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
-    finished_at: list[float] = field(default_factory=list)  # agents that took all their turns
+    finished_at: list[float] = field(default_factory=list)  # end times of agents that ran all their turns
     num_chunks: int = 0
-    num_refused: int = 0  # calls that were asked again after a 503
+    num_refused: int = 0  # calls that were repeated after a 503
 
     def add(self, other: ChatLoad) -> None:
-        """Take in what another process's agents saw."""
+        """Add the measurements of another process."""
         for name in ("turns", "first_s", "open_s", "finish_s", "finished_at"):
             getattr(self, name).extend(getattr(other, name))
         self.num_chunks += other.num_chunks
@@ -195,7 +197,7 @@ class ChatLoad:
 
 
 class ChatAgent:
-    """One session, its conversation, and its connection to the process that holds it."""
+    """One session, its conversation, and its connection to the process that owns the session."""
 
     def __init__(self, session: AgentSession, load: ChatLoad, *, is_streamed: bool, has_tools: bool) -> None:
         where = urlsplit(session.base_url)
@@ -217,7 +219,7 @@ class ChatAgent:
         self._messages: list[dict[str, object]] = []
 
     async def talk(self, workload: Workload, number: int) -> None:
-        """Run the conversation of a trajectory. No turn begins after the load's end."""
+        """Run the conversation of a trajectory. No turn starts after the load's end."""
         await asyncio.get_running_loop().create_connection(lambda: self._connection, *self._address)
         lengths, tools, said = workload.lengths(number), workload.tools(number), workload.text(number)
         try:
@@ -244,7 +246,7 @@ class ChatAgent:
         began_at = time.perf_counter()
         request = f"{self._head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
         head, answer = await self._connection.ask(request)
-        while head.startswith(b"HTTP/1.1 503 "):  # no room until its deadline: the SDKs ask again too
+        while head.startswith(b"HTTP/1.1 503 "):  # no capacity before the deadline: the SDKs retry too
             self._load.num_refused += 1
             await asyncio.sleep(1.0)
             head, answer = await self._connection.ask(request)
@@ -277,7 +279,7 @@ class ChatAgent:
 
 
 async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *, is_streamed: bool) -> ChatLoad:
-    """Let agents have these trajectories in sessions of their own, so many at once."""
+    """Run agents for these trajectories, each in its own session, at most `num_at_once` concurrently."""
     load, seats = ChatLoad(), asyncio.Semaphore(num_at_once)
     async with RolloutClient(url) as client:
 
@@ -303,7 +305,7 @@ async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *
 
 
 def sessions(url: str, workload: Workload, numbers: range, num_at_once: int, *, is_streamed: bool) -> ChatLoad:
-    """Run `chat` in a process that only does this."""
+    """Run `chat` in a separate process."""
     return uvloop.run(chat(url, workload, numbers, num_at_once, is_streamed=is_streamed))
 
 
@@ -313,9 +315,9 @@ async def chat_from_processes(
     talk: Callable[[str, Workload, range, int], ChatLoad],
     on_ready: Callable[[], Workload],
 ) -> ChatLoad:
-    """Run `talk` in so many processes, each with its share of the trajectories and of the places.
+    """Run `talk` in `num_processes` processes, each with its share of the trajectories and of the concurrency.
 
-    `on_ready` is called before the first call, when all of them are up, and says what to run.
+    `on_ready` is called before the first call, when all processes are up, and returns the load to run.
     """
     whole, loop = ChatLoad(), asyncio.get_running_loop()
     spawn = multiprocessing.get_context("spawn")
@@ -332,7 +334,7 @@ async def chat_from_processes(
 
 @dataclass(frozen=True, slots=True)
 class PromptSizes:
-    """Tokens of the service's prompts: those that all begin with, a trajectory's own, and a tool's answer."""
+    """Tokens of the service's prompts: the common prefix, a trajectory's own part, and a tool's answer."""
 
     num_shared: int
     num_own: int
@@ -340,7 +342,7 @@ class PromptSizes:
 
     @classmethod
     def of(cls, records: Sequence[Trajectory]) -> PromptSizes:
-        """As two records or more have them."""
+        """Return the sizes in the given records (two or more)."""
         one, other = (record.path for record in records[:2])
         pairs = zip(one.prompt_ids.tolist(), other.prompt_ids.tolist(), strict=False)
         num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

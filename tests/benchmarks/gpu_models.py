@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.gpu_models qwen3-4b cuda
 
-Written once a machine, in a process of its own, so that no memory of a GPU stays taken. Every id decodes to a word,
-as a real model's does. The rows of the stop tokens are zero: a turn ends where its length says, and nowhere else.
+A folder is written once per machine, in a separate process, so that no GPU memory stays allocated. Every id decodes
+to a word, as in a real model. The rows of the stop tokens are zero: a turn ends only at its requested length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTEXT_TOKENS = 16384
 
 
 def model_folder(shape: str, device: str) -> Path:
-    """Return the folder of a shape on this machine; it is written if it is not there. Takes 20 s for 4B."""
+    """Return the folder of a shape on this machine, and write it if it does not exist. Takes 20 s for 4B."""
     folder = _place(shape, device)
     if not folder.is_dir():
         command = [sys.executable, "-m", "tests.benchmarks.gpu_models", shape, device]
@@ -38,7 +38,7 @@ def _place(shape: str, device: str) -> Path:
 
 
 def write_whole_folder(shape: Shape, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Weights, config, chat template and tokenizer."""
+    """Write weights, config, chat template and tokenizer."""
     folder.mkdir(parents=True)
     write_folder(folder)
     stop_ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
@@ -52,7 +52,7 @@ def write_whole_folder(shape: Shape, folder: Path, device: torch.device, dtype: 
 
 
 def grow_tokenizer(path: Path, vocab_size: int) -> None:
-    """Give every id up to `vocab_size` a word, which no text is encoded to."""
+    """Assign a word to every id up to `vocab_size`; no text is encoded to these ids."""
     document = json.loads(path.read_text())
     vocab = document["model"]["vocab"]
     vocab |= {token["content"]: token["id"] for token in document["added_tokens"]}
@@ -62,7 +62,7 @@ def grow_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def main() -> None:
-    """Write one folder, whole or not at all."""
+    """Write one folder atomically."""
     name, device = sys.argv[1:]
     target = _place(name, device)
     target.parent.mkdir(parents=True, exist_ok=True)

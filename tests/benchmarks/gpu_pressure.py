@@ -3,17 +3,19 @@
     python -m tests.benchmarks.gpu_pressure --rows plain,streams,loops            # two GPUs; 5 minutes a row
     python -m tests.benchmarks.gpu_pressure --replicas 2 --in-turn --rows plain,plain   # two against two, two GPUs
 
-Both get the same load in the same minutes, each side on GPUs of its own; with `--in-turn` both have all GPUs, and
-the load goes to one after the other. It is agents of `--turns` turns with tools that take `--pause-s` in the mean,
-so many at once; an agent that ends is followed by another. `plain` and `streams` are agents of the chat endpoint in
-sessions, `loops` are agent loops of the service; `fits` has twice as many plain agents with a tenth of the context
-and three turns, which the KV has room for, in a quarter of the time. The agents of `vllm serve` have prompts of the
-same lengths. They send token ids to `/v1/completions`, so that it finds every earlier context that is still cached:
-text would be tokenized again, and might not match. It has the same engine arguments, and returns no logprobs. Of
-several `vllm serve` an agent uses one for all of its calls, in rotation, so that it finds its own contexts.
+Both sides get the same load at the same time, each on its own GPUs; with `--in-turn` both sides use all GPUs, and
+the load runs on one side after the other. The load is a fixed number of concurrent agents with `--turns` turns, and
+tools that take `--pause-s` on average; an agent that ends is replaced by another. `plain` and `streams` are agents
+of the chat endpoint in sessions, `loops` are agent loops of the service. `fits` has twice as many plain agents with
+a tenth of the context and three turns, which fit into the KV cache, and runs for a quarter of the time.
 
-Figures are of a window of `--window-s` that begins after `--warm-up-s`, and by thirds of it. `hits`: cached prompt
-tokens of all prompt tokens.
+The agents of `vllm serve` have prompts of the same lengths. They send token ids to `/v1/completions`, so that it
+finds every earlier context that is still cached: text would be tokenized again, and might not match. It has the
+same engine arguments, and returns no logprobs. With several `vllm serve` processes, agents are assigned to them in
+rotation, and each agent sends all its calls to the same one, so that it finds its own contexts.
+
+Figures are of a window of `--window-s` that begins after `--warm-up-s`, and of each third of it. `hits`: cached
+prompt tokens as a share of all prompt tokens.
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ VLLM_HITS = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens of a trajectory's first prompt, and of each tool's answer, the chat template's marks included."""
+    """Tokens of a trajectory's first prompt, and of each tool's answer, including the chat template's markup."""
 
     num_prompt: int
     num_observed: int
 
 
 async def complete(urls: str, workload: Workload, sizes: Sizes, numbers: range, num_at_once: int) -> ChatLoad:
-    """Let agents have these trajectories as completions of token ids, so many at once."""
+    """Run agents for these trajectories as completions of token ids, at most `num_at_once` concurrently."""
     load, seats = ChatLoad(), asyncio.Semaphore(num_at_once)
 
     async def turn(url: str, number: int, ids: list[int], length: int) -> list[int]:
@@ -81,7 +83,7 @@ async def complete(urls: str, workload: Workload, sizes: Sizes, numbers: range, 
         data = orjson.dumps(body | {"temperature": 1.0})
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json"
         began_at = time.perf_counter()
-        connection = Connection()  # one per call: uvicorn closes a connection after 5 idle seconds
+        connection = Connection()  # one per call: uvicorn closes a connection that is idle for 5 seconds
         await asyncio.get_running_loop().create_connection(lambda: connection, *address)
         status, answer = await connection.ask(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
         if not status.startswith(b"HTTP/1.1 200 "):
@@ -112,13 +114,13 @@ async def complete(urls: str, workload: Workload, sizes: Sizes, numbers: range, 
 
 
 def completions(sizes: Sizes, urls: str, workload: Workload, numbers: range, num_at_once: int) -> ChatLoad:
-    """Run `complete` in a process that only does this."""
+    """Run `complete` in a separate process."""
     return uvloop.run(complete(urls, workload, sizes, numbers, num_at_once))
 
 
 @contextmanager
 def vllm_server(options: argparse.Namespace, model: Path, log: Path, gpu: int) -> Iterator[str]:
-    """Run `vllm serve` on this GPU; yields its URL at once, before it is up."""
+    """Run `vllm serve` on this GPU; yields its URL at once, before it is ready."""
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "default", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
@@ -143,12 +145,12 @@ def vllm_server(options: argparse.Namespace, model: Path, log: Path, gpu: int) -
 
 
 def memory_share(options: argparse.Namespace) -> float:
-    """Return the part of a GPU's memory that an engine may take."""
+    """Return the share of a GPU's memory that an engine may use."""
     return 0.43 if options.in_turn else 0.9
 
 
 async def wait_until_up(url: str, log: Path) -> None:
-    """Wait until the server answers. Raises TimeoutError, with the log printed."""
+    """Wait until the server answers. Raises TimeoutError, and prints the log first."""
     async with httpx.AsyncClient() as client:
         try:
             async with asyncio.timeout(START_S):
@@ -172,7 +174,7 @@ async def counter(urls: str, name: str) -> float:
 
 
 async def hits_within(urls: str, window: Window, names: tuple[str, str]) -> float | None:
-    """Return the ratio of two counters' growth within a window: of cached prompt tokens, and of all."""
+    """Return the ratio of two counters' growth within a window: cached prompt tokens to all prompt tokens."""
     seen = []
     for at in (window.begins_at, window.ends_at):
         await asyncio.sleep(max(0.0, at - time.perf_counter()))
@@ -183,14 +185,14 @@ async def hits_within(urls: str, window: Window, names: tuple[str, str]) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one side did in a row's window."""
+    """Figures of one side in a row's window."""
 
     row: str
     tokens_per_s: float
     thirds: tuple[float, ...]  # tokens per second in each third of the window
     turn_p50_s: float
     turn_p99_s: float
-    first_p50_s: float  # turns that begin a trajectory, waiting included
+    first_p50_s: float  # first turns of trajectories, including the wait
     finished_per_min: float
     hits: float | None
     num_refused: int
@@ -216,7 +218,7 @@ def side_of(row: str, window: Window, load: ChatLoad, hits: float | None) -> Sid
 
 
 class Bench:
-    """The service and the `vllm serve` beside it, and the rows that both run."""
+    """The service and the `vllm serve` processes, and the rows that run on both."""
 
     def __init__(self, options: argparse.Namespace, url: str, vllm_urls: str) -> None:
         self._options = options
@@ -251,7 +253,7 @@ class Bench:
         return await asyncio.gather(self._ours(row, load, window), self._theirs(row, load, window, sizes))
 
     async def _sizes_of(self, load: Workload) -> Sizes:
-        """Return the lengths of prompts in the service, so that the other side's are as long."""
+        """Return the prompt lengths in the service, so that the other side's prompts have the same lengths."""
         until = time.perf_counter() + 60.0
         small = replace(load, num_trajectories=2, num_at_once=2, num_turns=2, mean_pause_s=0.0, until=until)
         records, _ = await run_loops(self._url, small)
@@ -332,7 +334,6 @@ async def measure(options: argparse.Namespace, found: list[tuple[Side, Side]]) -
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--rows", default="plain", help=f"of {', '.join(ROWS)}; one may come several times")
@@ -359,7 +360,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the table, also of the rows before a failure."""
+    """Print the table; after a failure, print the rows measured before it."""
     options = parse()
     let_workers_import_loop()
     found: list[tuple[Side, Side]] = []

@@ -1,4 +1,4 @@
-"""The service beside the bare engine on GPUs: loops and endpoint clients against the same requests straight in.
+"""The service compared with the bare engine on GPUs, for agent loops and endpoint clients.
 
     python -m tests.benchmarks.gpu_throughput --shape qwen3-4b             # 512 in flight, 9 minutes
     python -m tests.benchmarks.gpu_throughput --arms service,bare --bare max_graph_tokens=512
@@ -7,20 +7,23 @@
     python -m tests.benchmarks.gpu_throughput --device cpu --model examples/tiny_policy/v1 --at-once 8 --sampled 24
     python -m tests.benchmarks.gpu_throughput --arms service,scored --at-once 256 --context 4096 --scored 4000
 
-Trajectories of three turns, each prompt its own, so that a prefix is reused within a trajectory only; a turn's
-tokens are drawn from half to one and a half of `--sampled`, so that turns end in different steps. `service`: agent
-loops whose tool answers at once; `endpoint`, `streams`: agents in processes of their own, in sessions of the chat
-endpoint; `bare`: requests of the same sizes into the engine itself, final-only, in one process, with the service's
-engine arguments; `scored`: loops, and beside them sequences of `--scored` ids that are scored, 512 at a time.
-`idle`: nothing, whose row of the CPU table is thousandths of a core.
-`--bare KEY=VALUE,...` is one more bare engine with other settings of its entry in the config.
-`--split N`: N engines share the GPU, and the places and KV of one. `--alternate FILE`: another command with this
-file runs on the same GPU, their windows alternate, and each takes half of the memory.
+Trajectories have three turns and unique prompts, so that prefixes are reused only within a trajectory. A turn's
+token count is drawn from 0.5 to 1.5 times `--sampled`, so that turns end in different steps. Arms:
+- `service`: agent loops whose tool answers at once;
+- `endpoint`, `streams`: agents in separate processes, in sessions of the chat endpoint;
+- `bare`: requests of the same sizes sent directly to the engine, final-only, in one process, with the service's
+  engine arguments;
+- `scored`: loops, while sequences of `--scored` ids are scored, 512 at a time;
+- `idle`: no load; its row of the CPU table is in thousandths of a core.
 
-All engines are up at once, each with its share of the GPU's memory, and the arms run in turn, `--cycles` times. A
-figure is of a steady window: `--window-s` seconds that begin `--ramp-s` after the load. `idle`: the share of the
-places in which no request was in the engine. `outside`: a turn's time, tool included, less what the engine took.
-CPU is of all processes of the service (the load's own are not).
+`--bare KEY=VALUE,...` adds a bare engine with other settings of its engine pool in the config. `--split N`: N
+engines share the GPU, and the slots and KV of one engine. `--alternate FILE`: another command with this file runs
+on the same GPU; their windows alternate, and each takes half of the memory.
+
+All engines are up at the same time, each with its share of the GPU's memory, and the arms run one after another,
+`--cycles` times. Figures are of a steady window: `--window-s` seconds that begin `--ramp-s` after the load. `idle`:
+the share of the slots without a request in the engine. `outside`: a turn's time, including the tool, less the
+engine's time. CPU is that of all processes of the service, without the load's processes.
 """
 
 from __future__ import annotations
@@ -59,20 +62,20 @@ SCORES_AT_ONCE = 512
 GOALS = {"service": 0.97, "endpoint": 0.90, "streams": 0.75}
 WARM_UP_TOKENS = 16
 BARE_START_S = 420.0
-DRAIN_S = 8.0  # for the turns that are under way at a load's end
-DEFAULT_SIZES = PromptSizes(200, 60, 30)  # where no service says them
-GRAPHS_MIB = 8192  # of an engine: activations, graphs and contexts
-OTHERS_MIB = 12288  # for those that still run while the service starts
-SMALL_KV_MIB = 8192  # of a small model
+DRAIN_S = 8.0  # for the turns in flight at a load's end
+DEFAULT_SIZES = PromptSizes(200, 60, 30)  # if no service reports them
+GRAPHS_MIB = 8192  # per engine: activations, graphs and contexts
+OTHERS_MIB = 12288  # for processes that still run while the service starts
+SMALL_KV_MIB = 8192  # for a small model
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One arm's window. Times in seconds; None: not measured in this arm."""
+    """Figures of one arm's window. Times in seconds; None: not measured in this arm."""
 
     arm: str
     num_at_once: int
-    num_turns: int  # that ended in the window
+    num_turns: int  # turns that ended in the window
     num_tokens: float
     seconds: float
     turn_p50_s: float
@@ -80,8 +83,8 @@ class Figures:
     idle: float | None = None
     outside_p50_s: float | None = None
     outside_p99_s: float | None = None
-    end_s: float | None = None  # of finishing a session, p99
-    first_p50_s: float | None = None  # to a stream's first piece
+    end_s: float | None = None  # p99 of finishing a session
+    first_p50_s: float | None = None  # until a stream's first piece
     num_chunks: int | None = None
     scored_per_s: float | None = None
     cpu_s_per_turn: dict[str, float] = field(default_factory=dict)  # by kind of process
@@ -92,18 +95,17 @@ class Figures:
 
 
 def let_workers_import_loop() -> None:
-    """Put this checkout on the path of the service's workers, which import the benchmark's loop."""
+    """Add this checkout to the path of the service's workers, which import the benchmark's loop."""
     paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """A value that so much of them is below."""
     return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def begin_load(options: argparse.Namespace, at_once: int) -> tuple[Workload, Window]:
-    """A load that begins now, and the window of it that is measured."""
+    """Start a load now; returns it and its measured window."""
     begins_at = time.perf_counter() + options.ramp_s
     window = Window(begins_at, begins_at + options.window_s)
     load = Workload(
@@ -119,7 +121,7 @@ def begin_load(options: argparse.Namespace, at_once: int) -> tuple[Workload, Win
 
 
 def figures_of(arm: str, load: Workload, window: Window, turns: Sequence[Turn], cpu_s: dict[str, float]) -> Figures:
-    """The figures of a window. Raises RuntimeError if the load ended before it."""
+    """Return the figures of a window. Raises RuntimeError if the load ended before it."""
     within = window.ended_within(turns)
     if len(within) < 2 or max(turn.began_at for turn in turns) < window.ends_at - window.seconds / 4:
         raise RuntimeError("the load ended before its window: give it more --rounds")
@@ -146,7 +148,7 @@ def figures_of(arm: str, load: Workload, window: Window, turns: Sequence[Turn], 
 async def run_loops(
     url: str, load: Workload, *, drain_s: float = DRAIN_S
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """Roll out as agent loops until the load's end, and cancel what is queued `drain_s` later.
+    """Roll out as agent loops until the load's end, and cancel queued tasks `drain_s` later.
 
     Returns the records, and the CPU seconds until the load's end.
     """
@@ -191,7 +193,7 @@ async def run_chat(options: argparse.Namespace, url: str, at_once: int, *, is_st
 
 
 async def run_idle(options: argparse.Namespace) -> Figures:
-    """Let the service do nothing for a window: its CPU in cores, where other arms have seconds a turn."""
+    """Leave the service idle for a window. Its CPU is in cores, where other arms have seconds per turn."""
     await asyncio.sleep(options.ramp_s)
     cpu = CpuSeconds(os.getpid())
     await asyncio.sleep(options.window_s)
@@ -200,7 +202,7 @@ async def run_idle(options: argparse.Namespace) -> Figures:
 
 
 async def scored_within(url: str, window: Window, num_ids: int, vocab_size: int) -> float:
-    """Have sequences scored while a window lasts; returns how many a second."""
+    """Score sequences during a window; returns the sequences per second."""
     await asyncio.sleep(window.begins_at - time.perf_counter())
     choose, num_scored = random.Random(0), 0
     async with RolloutClient(url) as client:
@@ -222,12 +224,12 @@ _OTHER_CHILDREN: list[int] = []
 
 
 def children_of_this() -> frozenset[int]:
-    """Processes that are the benchmark's own: the bare engine's, which waits."""
+    """Return the benchmark's own child processes, such as the waiting bare engine."""
     return frozenset(_OTHER_CHILDREN)
 
 
 class BareProcess:
-    """A bare engine in a process of its own; it starts at once."""
+    """A bare engine in a separate process; it starts at once."""
 
     def __init__(self, arm: str, config: ServiceConfig, work: Path) -> None:
         self.arm = arm
@@ -243,7 +245,10 @@ class BareProcess:
         _OTHER_CHILDREN.append(self._process.pid)
 
     async def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Return its next line. Raises RuntimeError if it ended, TimeoutError if none comes."""
+        """Return its next output line.
+
+        Raises RuntimeError if the process ended, TimeoutError if no line arrives.
+        """
         async with asyncio.timeout(timeout_s):
             while True:
                 lines = self._out.read_text().split("\n") if self._out.exists() else [""]
@@ -258,7 +263,7 @@ class BareProcess:
     async def run(
         self, load: Workload, sizes: PromptSizes, timeout_s: float
     ) -> tuple[list[Turn], dict[str, float]]:
-        """Run a load to its end; returns its turns, and CPU seconds."""
+        """Run a load to its end; returns its turns and CPU seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"load": asdict(load), "sizes": asdict(sizes)}) + "\n")
         self._process.stdin.flush()
@@ -266,7 +271,6 @@ class BareProcess:
         return [Turn(*turn) for turn in found["turns"]], found["cpu_s"]
 
     async def close(self) -> None:
-        """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -277,7 +281,7 @@ class BareProcess:
 
 @dataclass(slots=True)
 class Measurement:
-    """What one command measures, and has found so far."""
+    """The work of one command, and its results so far."""
 
     options: argparse.Namespace
     found: list[Figures] = field(default_factory=list)
@@ -287,7 +291,7 @@ class Measurement:
     vocab_size: int = 0
 
     async def run(self, config: ServiceConfig, work: Path) -> None:
-        """Start all engines, and run all arms in turn."""
+        """Start all engines, and run all arms one after another."""
         options, self.vocab_size = self.options, model_sizes(config).vocab_size
         bares = [BareProcess(name, _with(config, settings), work) for name, settings in options.bares]
         try:
@@ -324,7 +328,7 @@ class Measurement:
                     self._keep(figures)
 
     async def _warm_up(self, url: str, bares: Sequence[BareProcess]) -> None:
-        """All places of each engine once; the service's records say how large its prompts are."""
+        """Use every slot of each engine once; the service's records give the prompt sizes."""
         most = max(self.options.at_once)
         load = Workload(most, most, num_turns=2, num_sampled=WARM_UP_TOKENS, has_tools=not self.options.no_tools)
         if url:
@@ -336,7 +340,7 @@ class Measurement:
 
     async def _run_arm(self, url: str, arm: str, at_once: int, bare: BareProcess | None) -> Figures:
         if self.options.alternate is not None:
-            await asyncio.sleep(1.0)  # the other command takes the lock that this one has just given up
+            await asyncio.sleep(1.0)  # lets the other command acquire the lock that this one has just released
         with locked(self.options.alternate):
             return await self._measure(url, arm, at_once, bare)
 
@@ -359,7 +363,7 @@ class Measurement:
         return figures_of(arm, load, window, turns, cpu_s)
 
     def _keep(self, figures: Figures) -> None:
-        """Keep an arm's figures, also on disk: what comes after may be cut."""
+        """Keep an arm's figures, also on disk, in case the run is cut short."""
         self.found.append(figures)
         outside = "" if figures.outside_p99_s is None else f", outside p99 {figures.outside_p99_s:.3f} s"
         say(f"{figures.arm}, {figures.num_at_once} at once: {figures.tokens_per_s:,.0f} tok/s{outside}")
@@ -370,7 +374,7 @@ class Measurement:
 
 
 def _with(config: ServiceConfig, settings: str) -> ServiceConfig:
-    """The config with other settings of its engine, as `key=value,...`."""
+    """Return the config with other settings of its engine, given as `key=value,...`."""
     engine = config.engine.model_dump()
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
@@ -379,7 +383,7 @@ def _with(config: ServiceConfig, settings: str) -> ServiceConfig:
 
 
 def service_config(options: argparse.Namespace) -> ServiceConfig:
-    """The service's config: defaults, but for what is measured."""
+    """Return the service's config: defaults, except for the measured settings."""
     is_cpu, most = options.device == "cpu", max(options.at_once)
     engine: dict[str, object] = {
         "kind": options.engine,
@@ -389,7 +393,7 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         "block_size": 32 if is_cpu else 16,
         "gpu_memory_utilization": 0.85
         / options.num_engines
-        / options.split,  # shares of the memory that is free at the start
+        / options.split,  # share of the memory that is free at the start
         "gpu_share": 1 / options.split,
         "tensor_parallel_size": options.tp,
         "max_context_tokens": options.context if options.model is None else None,
@@ -415,7 +419,7 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
 
 
 def kv_mib_of_this_gpu(options: argparse.Namespace) -> int:
-    """An engine's share of what is left beside the weights and graphs of all."""
+    """Return an engine's share of the memory that the weights and graphs of all engines leave free."""
     if options.model is not None:
         return SMALL_KV_MIB
     weights_mib = SHAPES[options.shape].num_bytes("bfloat16") / options.tp / 2**20
@@ -425,7 +429,7 @@ def kv_mib_of_this_gpu(options: argparse.Namespace) -> int:
 
 
 def gpu_used_mib(options: argparse.Namespace) -> int:
-    """The GPU's memory in use; 0 without one."""
+    """Return the GPU's memory in use; 0 without a GPU."""
     return _nvidia_smi("memory.used") if options.device == "cuda" and options.engine != "simulated" else 0
 
 
@@ -435,14 +439,14 @@ def _nvidia_smi(what: str) -> int:
 
 
 def wait_for(gate: Path | None) -> None:
-    """Wait until others on this host have ended, which the file's existence says."""
+    """Wait until the file exists, which means that other commands on this host have ended."""
     while gate is not None and not gate.exists():
         time.sleep(0.2)
 
 
 @contextmanager
 def locked(file: Path | None) -> Iterator[None]:
-    """Hold the lock of a file, which may belong to another command until then."""
+    """Hold the lock of a file; wait while another command holds it."""
     if file is None:
         yield
         return
@@ -452,7 +456,7 @@ def locked(file: Path | None) -> Iterator[None]:
 
 
 def ratios(found: Sequence[Figures]) -> dict[str, float]:
-    """Each arm's tokens a second over those of `bare` with as many in flight, as medians of the cycles."""
+    """Return each arm's tokens per second relative to `bare` at the same concurrency, as medians of the cycles."""
     medians = {
         key: statistics.median(one.tokens_per_s for one in found if (one.arm, one.num_at_once) == key)
         for key in dict.fromkeys((one.arm, one.num_at_once) for one in found)
@@ -465,7 +469,7 @@ def ratios(found: Sequence[Figures]) -> dict[str, float]:
 
 
 def tables(found: Sequence[Figures]) -> dict[str, str]:
-    """The table of all windows, in their order, and that of CPU seconds for 1,000 turns."""
+    """Return the table of all windows, in order, and the table of CPU seconds per 1,000 turns."""
     of_bare = ratios(found)
 
     def ms(seconds: float | None) -> float | None:
@@ -511,7 +515,7 @@ def _cpu(found: Sequence[Figures], kind: str) -> list[float]:
 
 
 def parse() -> argparse.Namespace:
-    """The options; `--quick` fills in those that were not given."""
+    """Parse the options; `--quick` sets options that were not given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "sglang", "simulated"), default="vllm")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -554,7 +558,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the tables; exit with 1 if an arm failed. Goals that are not met are named, and are no failure."""
+    """Print the tables; exit with 1 if an arm failed. Missed goals are printed, and are not a failure."""
     options = parse()
     let_workers_import_loop()
     measurement = Measurement(options)

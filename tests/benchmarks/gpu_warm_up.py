@@ -1,8 +1,9 @@
-"""The 4B model on this machine, and vLLM's compiled graphs of it in their cache: later starts are short.
+"""Write the 4B model on this machine, and fill vLLM's cache of its compiled graphs, so that later starts are fast.
 
     python -m tests.benchmarks.gpu_warm_up --engine vllm
 
-The bare engine is started once with a small KV cache, asked for a few tokens, and ended. SGLang compiles no graphs.
+The bare engine is started once with a small KV cache, samples a few tokens, and is stopped. SGLang compiles no
+graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.benchmarks.gpu_models import model_folder
 from tests.benchmarks.shapes import SHAPES
 
 KV_MIB = 2048
-GPU_SHARE = 0.2  # other parts run beside it
+GPU_SHARE = 0.2  # other processes use the GPU too
 
 
 async def start_once(config: ServiceConfig) -> float:

@@ -3,12 +3,11 @@
     make house                      # all of it: about a minute
     make house ARGS="--lines"       # without running the service
 
-Lines are non-blank. Grain is lines per function and per class, and comments that give a reason per 100 lines: on a
-line of their own, inside a function. For the paths, the whole service (simulated engines, two replicas) runs in
-this process under a profiler. A path's own stack holds the functions of ours that have the path's first function
-among their callers, also in tasks that it starts; for an update it holds the functions that an idle service does
-not run. `everything` also counts functions that run at the same time, in the background. `--list PATH` prints the
-functions of a path.
+Lines are non-blank. Grain is lines per function and per class, and explanatory comments per 100 lines: own-line
+comments inside a function. For the paths, the whole service (simulated engines, two replicas) runs in this process
+under a profiler. A path's own stack has our functions that have the path's first function among their callers, also
+in tasks that it starts; for an update it has the functions that an idle service does not run. `everything` also
+counts functions that run at the same time, in the background. `--list PATH` prints the functions of a path.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ROOTS = ("agentloop", "servers", "tools")
 
 # Budgets in non-blank lines, by package, from `agentloop` (library) to the service and the parts.
 LIBRARY = {
-    "agentloop/values": 3300,  # with the modules at the top of `agentloop`
+    "agentloop/values": 3300,  # includes the modules at the top of `agentloop`
     "agentloop/api": 1150,
     "agentloop/client": 1100,
     "agentloop/agents": 450,
@@ -62,7 +61,7 @@ LIBRARY = {
     "agentloop/simulation": 1100,
 }
 SERVICE = {
-    "servers/agentloop_servers": 1950,  # with the processes and metrics
+    "servers/agentloop_servers": 1950,  # includes the processes and metrics
     "servers/agentloop_servers/config": 600,
     "servers/agentloop_servers/cli": 1180,
     "servers/agentloop_servers/cluster": 950,
@@ -123,7 +122,7 @@ def num_lines(file: Path) -> int:
 
 
 def production() -> list[Path]:
-    """Return every file that is shipped, by its path in the repository."""
+    """Return every shipped file, by its path in the repository."""
     return sorted(path.relative_to(ROOT) for root in ROOTS for path in (ROOT / root).rglob("*.py"))
 
 
@@ -193,7 +192,7 @@ def _sizes(functions: Functions) -> tuple[int, int]:
 
 
 class Profile:
-    """Functions of ours that were entered since `begin`, in all threads: all, and those of one path's own stack."""
+    """Our functions that were entered since `begin`, in all threads: all, and those of one path's own stack."""
 
     def __init__(self) -> None:
         self._roots = tuple(str(ROOT / root) for root in ROOTS)
@@ -210,7 +209,7 @@ class Profile:
         return task
 
     def _is_own(self, frame: FrameType | None) -> bool:
-        # A coroutine that is resumed enters its awaiting callers again, so these are among its frame's callers.
+        # A resumed coroutine enters its awaiting callers again, so these are among its frame's callers.
         while frame is not None:
             if (frame.f_code.co_filename, frame.f_code.co_qualname) == self._first:
                 return True
@@ -221,14 +220,14 @@ class Profile:
             return False
 
     def begin(self, path: str) -> None:
-        """Count from now on."""
+        """Start counting."""
         file, name = PATHS.get(path, ("", ""))
         self._first, self._all, self._own = (str(ROOT / file), name), set(), set()
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
     def end(self) -> tuple[Functions, Functions]:
-        """Return the functions of the path's own stack, and all."""
+        """Return the functions of the path's own stack, and all functions."""
         sys.setprofile(None)
         threading.setprofile(None)
         own, everything = (

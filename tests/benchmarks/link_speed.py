@@ -1,8 +1,8 @@
-"""What the hardware gives: an NCCL broadcast between two GPUs by torch.distributed, and a copy within one GPU.
+"""Speed of the hardware: an NCCL broadcast between two GPUs by torch.distributed, and a copy within one GPU.
 
     python -m tests.benchmarks.link_speed --out link.json
 
-The second GPU may be missing; its row is then too.
+Without a second GPU, its row is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LinkSpeed:
 
 
 def measure() -> LinkSpeed:
-    """In processes of their own, so that nothing stays behind. About 15 s."""
+    """Measure in separate processes, so that no GPU memory stays allocated. Takes about 15 s."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:
         return LinkSpeed(None, None)
@@ -85,7 +85,6 @@ def _gbps(move: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""What the service costs beside the engine: one worker, 1,000 trajectories of 5 turns at once, zero-latency engine.
+"""The service's cost in addition to a zero-latency engine: one worker, 1,000 concurrent trajectories of 5 turns.
 
     make bench                                   # the table
     make bench ARGS="--trajectories 5000 --repeat 5 --rows 'in process' traced"
 
-Rows: `in process` is the worker alone (loop, renderer, parser, tool, builder, journal); `no journal` is the same
-without that; `traced` sends a trace of each trajectory to a receiver in a process of its own, and `untaken` to none
-that listens; `over HTTP` adds the data plane, with the simulated engine in a process of its own, as in a service.
-Ratios within one run are what to compare, of which each repeat has all rows: two busy cores make absolute times
-pessimistic. CPU is the worker's process alone.
+Rows: `in process` is the worker alone (loop, renderer, parser, tool, builder, journal); `no journal` omits the
+journal; `traced` sends a trace of each trajectory to a receiver in another process; `untaken` sends traces to an
+address without a receiver; `over HTTP` adds the data plane, with the simulated engine in another process, as in a
+service. Each repeat runs all rows. Compare ratios within one run: two busy cores make absolute times pessimistic.
+CPU is that of the worker's process alone.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Figures:
     cpu_ms_per_turn: float
     lag_p99_ms: float
     peak_mib: float
-    tracing_pct: float = 0.0  # of its CPU: giving records to the traces, and their thread
+    tracing_pct: float = 0.0  # share of its CPU: passing records to the exporter, and the exporter's thread
 
 
 class TimedTracing:
-    """The traces of a run, and the CPU that they take, in which is the same noise as in that of the process."""
+    """The trace exporter of a run, and its CPU time, which has the same noise as the process's CPU time."""
 
     def __init__(self, receiver: str) -> None:
         self._tracing = Tracing(TracingSettings(endpoint=receiver, sample=1.0), "bench", "policy")
@@ -83,14 +83,14 @@ class TimedTracing:
         self._give_s += time.thread_time() - begun
 
     async def close(self) -> float:
-        """End them; returns their CPU seconds, without those of the last second's traces."""
+        """Close the exporter; returns its CPU seconds, without those of the last second's traces."""
         used_s = self._give_s + time.clock_gettime(self._clock)
         await asyncio.to_thread(self._tracing.close)
         return used_s
 
 
 async def lag_probe(lags_ms: list[float]) -> None:
-    """Sleep briefly for ever; how late each sleep ends is the event loop's lag."""
+    """Sleep briefly in an endless loop; the delay of each wake-up is the event loop's lag."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(LAG_PROBE_S)
@@ -105,7 +105,7 @@ async def measure(
     is_journalled: bool = True,
     receiver: str | None = None,
 ) -> Figures:
-    """Roll out, with everything started before the clock."""
+    """Roll out, after everything was started before the measurement."""
     tasks = [task(f"t{n}", reference="413") for n in range(num_trajectories)]
     coordinator = FakeCoordinator(tasks, urls=list(engines))
     tune_interpreter()
@@ -144,31 +144,31 @@ async def measure(
 
 
 class _Started:
-    """An engine that somebody else starts and closes."""
+    """An engine that its owner starts and closes."""
 
     def __init__(self, engine: Engine) -> None:
         self.generate = engine.generate
 
     async def start(self) -> None:
-        """Started already."""
+        """Do nothing: the engine is already running."""
 
     async def close(self) -> None:
-        """Closed by its owner."""
+        """Do nothing: the owner closes the engine."""
 
 
 def in_process(num_trajectories: int) -> Figures:
-    """The engine in the worker's own event loop: its simulated steps count as the worker's CPU."""
+    """Run the engine in the worker's event loop: its simulated steps count as the worker's CPU."""
     return asyncio.run(measure({"sim://a": scripted_engine(*REPLIES)}, num_trajectories, owns_engines=True))
 
 
 def unjournalled(num_trajectories: int) -> Figures:
-    """The same without the turn journal, from which trajectories go on when their worker dies."""
+    """Run as `in_process`, without the turn journal, from which trajectories resume when their worker dies."""
     engines = {"sim://a": scripted_engine(*REPLIES)}
     return asyncio.run(measure(engines, num_trajectories, owns_engines=True, is_journalled=False))
 
 
 def traced(num_trajectories: int) -> Figures:
-    """The same with a trace of each trajectory."""
+    """Run as `in_process`, with a trace of each trajectory."""
     ours, theirs = multiprocessing.Pipe()
     taker = multiprocessing.get_context("spawn").Process(target=_take, args=(theirs,), daemon=True)
     taker.start()
@@ -180,7 +180,7 @@ def traced(num_trajectories: int) -> Figures:
 
 
 def untaken(num_trajectories: int, receiver: str = "http://127.0.0.1:9") -> Figures:
-    """The same with a trace of each trajectory, which no receiver takes."""
+    """Run as `in_process`, with traces that no receiver accepts."""
     engines = {"sim://a": scripted_engine(*REPLIES)}
     return asyncio.run(measure(engines, num_trajectories, owns_engines=True, receiver=receiver))
 
@@ -202,7 +202,7 @@ def _take(pipe: Connection) -> None:
 
 
 def over_http(num_trajectories: int) -> Figures:
-    """The engine behind its data-plane port in another process."""
+    """Run the engine behind its data-plane port in another process."""
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
     server.start()
@@ -236,7 +236,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def spawned(run: Callable[[int], Figures], num_trajectories: int) -> Figures:
-    """One run in a process of its own, so that its peak memory is its own."""
+    """Run once in a separate process, so that peak memory belongs to this run."""
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(run, num_trajectories).result()
 
@@ -266,7 +266,7 @@ def main() -> None:
     for name, figures in runs.items():
         table.add_row(name, *(_spread([getattr(one, field) for one in figures]) for field in _FIELDS))
     console = Console()
-    console.width = max(console.width, 120)  # whole figures, also into a file
+    console.width = max(console.width, 120)  # prints whole figures, also into a file
     console.print(table)
 
 

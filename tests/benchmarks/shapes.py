@@ -1,8 +1,8 @@
 """Model folders and trainer tensors of known shapes, without a download: Qwen3 and Qwen3-MoE, seeded weights.
 
-The tensors of a version follow from the shape and the version alone, so two processes (or two runs on one kind of
-device) that ask for the same version hold the same bytes. They are scaled so that logits spread by about 3,
-attention looks at few tokens, and layers outweigh the embedding: greedy continuations then neither repeat one token
+The tensors of a version depend only on the shape and the version, so two processes (or two runs on one kind of
+device) that make the same version hold the same bytes. They are scaled so that logits spread by about 3, attention
+is concentrated on few tokens, and layers outweigh the embedding: greedy continuations then neither repeat one token
 nor forget their prompt.
 """
 
@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import save_file
 
 LOGIT_SPREAD = 3.0
-LAYER_GAIN = 8.0  # over the whole depth: how far what the layers add outweighs the embedding
-SHARPNESS = 2.0  # of queries and of keys
-CHANGE = 0.05  # of a weight's standard deviation: how far a version is from the common base
-TOKENS_START = 16  # random prompts leave out the first ids, where models keep their special tokens
+LAYER_GAIN = 8.0  # over the whole depth: the layers' contribution relative to the embedding
+SHARPNESS = 2.0  # scale of queries and keys
+CHANGE = 0.05  # distance of a version from the common base, in standard deviations of a weight
+TOKENS_START = 16  # random prompts avoid the first ids, where models keep their special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Qwen3 model, or of a Qwen3-MoE one. `intermediate` is that of one expert there."""
+    """The sizes of a Qwen3 or Qwen3-MoE model. `intermediate` is the size of one expert for MoE."""
 
     name: str
     hidden: int
@@ -37,11 +37,11 @@ class Shape:
     intermediate: int
     vocab: int
     is_tied: bool
-    num_experts: int = 0  # of each layer; 0: dense
-    num_chosen: int = 0  # experts that compute a token
+    num_experts: int = 0  # per layer; 0: dense
+    num_chosen: int = 0  # experts per token
 
     def config(self, max_context_tokens: int, dtype: str) -> dict[str, object]:
-        """The `config.json` of a Hugging Face folder."""
+        """Return the `config.json` of a Hugging Face folder."""
         fields: dict[str, object] = {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -78,7 +78,7 @@ class Shape:
         return fields
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes as in the model's safetensors files, layer by layer."""
+        """Return names and shapes as in the model's safetensors files, layer by layer."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         for layer in range(self.num_layers):
@@ -106,7 +106,7 @@ class Shape:
         return sum(math.prod(size) for _, size in self.tensors())
 
     def num_bytes(self, dtype: str) -> int:
-        """Of all weights in `dtype`, a torch dtype's name."""
+        """Return the size of all weights in `dtype`, a torch dtype's name."""
         itemsize: int = getattr(torch, dtype).itemsize
         return self.num_parameters * itemsize
 
@@ -125,7 +125,7 @@ SHAPES = {
 
 
 def write_model_folder(shape: Shape, folder: Path, *, max_context_tokens: int, dtype: str) -> Path:
-    """A folder that an engine with dummy weights starts from: no weights, no tokenizer."""
+    """Write a folder that an engine with dummy weights starts from: no weights, no tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config(max_context_tokens, dtype), indent=2))
     return folder
@@ -139,7 +139,7 @@ def write_checkpoint(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
 
 
 def make_tensors(shape: Shape, device: torch.device, dtype: torch.dtype, version: int) -> dict[str, torch.Tensor]:
-    """A trainer's weights at `version`, under checkpoint names."""
+    """Return a trainer's weights at `version`, by checkpoint name."""
     tensors = {name: torch.empty(size, device=device, dtype=dtype) for name, size in shape.tensors()}
     set_version(shape, tensors, version)
     return tensors
@@ -147,7 +147,7 @@ def make_tensors(shape: Shape, device: torch.device, dtype: torch.dtype, version
 
 @torch.no_grad()
 def set_version(shape: Shape, tensors: dict[str, torch.Tensor], version: int) -> None:
-    """Overwrite the weights in place with those of `version`: a common base and a small change of its own."""
+    """Overwrite the weights in place with those of `version`: the common base plus a small unique change."""
     some = next(iter(tensors.values()))
     generator = torch.Generator(device=some.device)
     for index, (name, tensor) in enumerate(tensors.items()):
@@ -165,7 +165,7 @@ def set_version(shape: Shape, tensors: dict[str, torch.Tensor], version: int) ->
 
 def _spread(shape: Shape, name: str, tensor: torch.Tensor) -> float:
     if tensor.dim() == 1:
-        return 0.05  # of a norm's weights around 1
+        return 0.05  # a norm's weights, around 1
     if name == "lm_head.weight" or (shape.is_tied and "embed_tokens" in name):
         return LOGIT_SPREAD / math.sqrt(shape.hidden)
     if "embed_tokens" in name:
@@ -176,7 +176,7 @@ def _spread(shape: Shape, name: str, tensor: torch.Tensor) -> float:
 
 
 def random_prompts(shape: Shape, num_prompts: int, num_tokens: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """Prompts of random ids, none a prefix of another."""
+    """Return prompts of random ids; none is a prefix of another."""
     generator = torch.Generator().manual_seed(seed)
     size = (num_prompts, num_tokens)
     rows = torch.randint(TOKENS_START, shape.vocab, size, generator=generator).tolist()

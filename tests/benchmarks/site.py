@@ -1,6 +1,6 @@
 """Our engine with its `ReplicaSync` in this process, a trainer in another, and vLLM's own counters.
 
-The controller drives the engine itself (no HTTP between), so that times are those of the engine and the transfer.
+The controller calls the engine directly (no HTTP), so that times are those of the engine and the transfer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FREEZING = ("pause", "commit", "resume")
 
 
 class UpdateFailed(Exception):
-    """The replica did not take an update."""
+    """The replica rejected an update, or failed to apply it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PrefillCounts:
 
 
 class Counters(SchedulerStats):
-    """What our stat logger hears from vLLM, and the sums of what matters here."""
+    """A vLLM stat logger that sums the relevant statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Counters(SchedulerStats):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes in use: on every GPU, by anybody; resident, of this process and of all its children."""
+    """Bytes in use: on every GPU, by all processes; resident, of this process and its children."""
 
     gpus: tuple[int, ...]
     resident: int
@@ -90,9 +90,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class TimedUpdate:
-    """One update through the controller: its report, its version, and when the call began and ended.
+    """One update through the controller: its report, its version, and the times at which the call began and ended.
 
-    `calls`: when each of the controller's calls of the engine began and ended, by name.
+    `calls`: the start and end time of each of the controller's engine calls, by name.
     """
 
     report: ReplicaUpdate
@@ -103,7 +103,7 @@ class TimedUpdate:
 
 
 class TimedControl:
-    """An engine as its controller has it, with the times of the last calls that freeze it."""
+    """An engine as its controller sees it, with the times of the last calls that pause it."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -122,7 +122,7 @@ class TimedControl:
 
 
 class EngineSite:
-    """One engine under its controller. `version` only grows; the first update wakes the dummy weights."""
+    """One engine under its controller. `version` only grows; the first update replaces the dummy weights."""
 
     def __init__(self, engine: VllmEngine | SglangEngine, trainer: TrainerProcess, counters: Counters) -> None:
         self.engine = engine
@@ -140,7 +140,7 @@ class EngineSite:
         return self._counters.counts
 
     async def update(self, kv_policy: KVPolicy = KVPolicy.KEEP) -> TimedUpdate:
-        """A new version from the trainer. Raises UpdateFailed."""
+        """Update to a new version from the trainer. Raises UpdateFailed."""
         self.version += 1
         await self.trainer.ask(SetVersion(self.version))
         source = await self.trainer.ask(Offer())
@@ -156,7 +156,7 @@ class EngineSite:
         return TimedUpdate(replica, self.version, started_at, ended_at, self._control.calls)
 
     async def stage(self) -> tuple[StageReport, float, float]:
-        """The trainer's weights again, staged as a new version and never committed; when it began and ended."""
+        """Stage the trainer's weights as a new version that is never committed; returns the start and end time."""
         self.version += 1
         source = await self.trainer.ask(Offer())
         update = WeightUpdate(self.version, push=replace(source, num_receivers=self.engine.info.num_workers))
@@ -168,7 +168,7 @@ class EngineSite:
         return report, started_at, ended_at
 
     async def stream(self, request_id: str, prompt: tuple[int, ...]) -> AsyncIterator[Piece]:
-        """Tokens as they come, until an abort or the end of the context; then `finals` has the whole answer."""
+        """Yield tokens as they arrive, until an abort or the context's end; `finals` then has the full answer."""
         async with contextlib.aclosing(self.engine.stream(self._request(request_id, prompt))) as items:  # type: ignore[type-var]
             async for item in items:
                 if isinstance(item, Delta):
@@ -177,11 +177,11 @@ class EngineSite:
                     self.finals[request_id] = item
 
     async def generate(self, request_id: str, prompt: tuple[int, ...]) -> None:
-        """The same request without its pieces."""
+        """Run the same request without streaming."""
         self.finals[request_id] = await self.engine.generate(self._request(request_id, prompt))
 
     async def greedy(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[tuple[int, ...]]:
-        """The most probable continuations."""
+        """Return the greedy continuations."""
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
         requests = [GenerateRequest(f"greedy-{n}", prompt, sampling) for n, prompt in enumerate(prompts)]
         answers = await asyncio.gather(*(self.engine.generate(request) for request in requests))
@@ -194,7 +194,7 @@ class EngineSite:
         return Memory(tuple(gpus), sum(member.memory_info().rss for member in family if member.is_running()))
 
     def num_lost(self, flight: Flight) -> int:
-        """Requests of an ended flight that ended before their abort, or whose answer is not what they streamed."""
+        """Count the flight's requests that ended before their abort, or whose answer differs from their stream."""
         requests = (*flight.streams, *flight.others)
         return sum(not self._is_whole(request.request_id, request.token_ids) for request in requests)
 
@@ -216,7 +216,7 @@ class EngineSite:
 
 @contextlib.asynccontextmanager
 async def running_site(config: VllmConfig | SglangConfig, trainer: TrainerProcess) -> AsyncIterator[EngineSite]:
-    """Start an engine with dummy weights, give it its first version, close it at the end.
+    """Start an engine with dummy weights, update it to its first version, and close it at the end.
 
     SGLang has no counters of prefills: they stay zero.
     """

@@ -1,17 +1,18 @@
-"""The real service under kills: two vLLM replicas on CPU, processes killed or stopped one after another, and at the
-end every record, every turn and every token is accounted for.
+"""The real service under kills: two vLLM replicas on CPU, processes killed or stopped one after another.
+
+At the end, every record, every turn and every token is accounted for.
 
     make soak                                    # 20 minutes, both cores
     make soak ARGS="--minutes 5 --seed 3"
-    make soak ARGS="--kinds worker"              # what one kind of process costs
+    make soak ARGS="--kinds worker"              # the cost of one kind of process
     make soak ARGS="--results tests/benchmarks/RESULTS.md"
 
-Load: rollouts through `RolloutClient`, agents in sessions through the OpenAI client, and weight updates, by
-turns from a directory and from tensors; version n has the weights of the shipped checkpoint n % 2. The clients
-repeat calls as the SDK does, and nothing else. `lost`: accepted and without a record at the end. `doubled`:
-delivered or stored twice. `recovered`: as `soak_recovery.py` says. `wasted`: the share of the tokens sampled that
-no complete record has; tokens that an engine sampled after its last heartbeat are not counted. Exits with 1
-if anything was lost, doubled or mislabelled, or did not end.
+Load: rollouts through `RolloutClient`, agents in sessions through the OpenAI client, and weight updates,
+alternately from a directory and from tensors; version n has the weights of the shipped checkpoint n % 2. Clients
+retry calls as the SDK does, and no more. `lost`: accepted and without a record at the end. `doubled`: delivered or
+stored twice. `recovered`: see `soak_recovery.py`. `wasted`: the share of the sampled tokens that is in no complete
+record; tokens that an engine sampled after its last heartbeat are not counted. Exits with 1 if anything was lost,
+doubled or mislabelled, or did not end.
 """
 
 from __future__ import annotations
@@ -56,24 +57,24 @@ TASKS_PER_SUBMIT = 8
 NUM_SAMPLES = 2
 NUM_AGENTS = 6
 SESSION_TURNS = 5
-AGENT_RETRIES = 30  # of the OpenAI client, whose waits grow to 8 s: longer than any part takes to come back
-SETTLE_S = 300.0  # for all that was accepted to end, once the kills are over
-STOPPED_FOR_GOOD_S = 120.0  # then nobody has noticed
-MAX_RETURN_S = 120.0  # of a replica, after the load has ended
+AGENT_RETRIES = 30  # the OpenAI client's waits grow to 8 s: longer than any process takes to recover
+SETTLE_S = 300.0  # limit for accepted work to end, after the kills
+STOPPED_FOR_GOOD_S = 120.0  # a stop of this length means that no supervisor detected it
+MAX_RETURN_S = 120.0  # limit for a replica to rejoin, after the load has ended
 MEAN_LOGPROB_TOLERANCE = 0.02
 NUM_RECOMPUTED = 200
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What was asked of the service, and what it said."""
+    """Requests to the service, and its answers."""
 
     accepted: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # by rollout id
     delivered: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     sessions: dict[str, list[str]] = field(
         default_factory=dict
-    )  # what each finished one was answered, turn by turn
-    refused: Counter[str] = field(default_factory=Counter)  # calls that failed openly, by kind and error
+    )  # the answers of each finished session, turn by turn
+    refused: Counter[str] = field(default_factory=Counter)  # calls that failed with an error, by kind and error
     updates_s: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # reported as served
     attempted: set[int] = field(default_factory=lambda: {0})
@@ -105,7 +106,7 @@ class Soak:
         return await asyncio.to_thread(self._tables, found, seconds)
 
     async def _drive(self, url: str) -> float:
-        """Load and kills, until all that was accepted has ended. Returns the seconds it took."""
+        """Run load and kills until all accepted work has ended. Returns the elapsed seconds."""
         async with RolloutClient(url, retry_timeout_s=240.0) as client, asyncio.TaskGroup() as group:
             watching = [group.create_task(one) for one in (self._watch(url), self._measure())]
             load = [group.create_task(self._submit(client, n)) for n in range(NUM_SUBMITTERS)]
@@ -126,12 +127,12 @@ class Soak:
         return time.monotonic() - started
 
     async def _until_whole(self) -> None:
-        """Wait for the last ones that were killed to be there again."""
+        """Wait until the processes killed last have been replaced."""
         until = time.monotonic() + MAX_RETURN_S
         while len(self._sights[-1].ready) < NUM_REPLICAS and time.monotonic() < until:
             await asyncio.sleep(0.5)
 
-    # --- the service ---
+    # Service
 
     @contextlib.asynccontextmanager
     async def _service(self) -> AsyncIterator[tuple[str, Tree]]:
@@ -173,16 +174,16 @@ class Soak:
             if process.returncode not in (130, -9):
                 self.problems.append(f"the service ended with {process.returncode}")
 
-    # --- load ---
+    # Load
 
     async def _submit(self, client: RolloutClient, number: int) -> None:
-        """Rollouts, one after another, read to their end."""
+        """Run rollouts one after another, and read each to its end."""
         tasks, rng, ledger = load_tasks(ROOT / "examples/data/tasks.jsonl"), random.Random(number), self._ledger
         while not self._is_over.is_set():
             chosen = rng.sample(tasks, TASKS_PER_SUBMIT)
             if number == 0:
                 limits = Limits(max_turns=6, max_tokens_per_turn=256)
-                loop = "tests.support.fleet.live_run:Talk"  # long: most of its trajectories meet a kill
+                loop = "tests.support.fleet.live_run:Talk"  # long trajectories: most of them meet a kill
                 chosen = [RolloutTask(one.task_id, one.messages, loop=loop, limits=limits) for one in chosen]
             try:
                 rollout = await client.submit(chosen, num_samples=NUM_SAMPLES)
@@ -194,7 +195,7 @@ class Soak:
                 ledger.refused[f"rollout: {error.code}"] += 1
 
     async def _agent(self, client: RolloutClient, number: int) -> None:
-        """Sessions, one after another."""
+        """Run sessions one after another."""
         ledger, rng = self._ledger, random.Random(number)
         while not self._is_over.is_set():
             answers: list[str] = []
@@ -219,7 +220,7 @@ class Soak:
                 await asyncio.sleep(1.0)
 
     async def _train(self, client: RolloutClient) -> None:
-        """A weight update every so often; version n has the weights of checkpoint n % 2."""
+        """Update the weights periodically; version n has the weights of checkpoint n % 2."""
         ledger, version = self._ledger, 0
         models = [AutoModelForCausalLM.from_pretrained(POLICY / f"v{n}") for n in (0, 1)]
         while not self._is_over.is_set():
@@ -240,7 +241,7 @@ class Soak:
                 ledger.versions.append(made.version)
                 ledger.updates_s.append(time.monotonic() - began)
 
-    # --- kills ---
+    # Kills
 
     async def _strike(self) -> None:
         rng, options = self._rng, self._options
@@ -265,7 +266,7 @@ class Soak:
             self._unnoticed += 1
 
     async def _watch(self, url: str) -> None:
-        """Look at the service from outside, twice a second."""
+        """Poll the service from outside, twice a second."""
         timeout = aiohttp.ClientTimeout(total=2.0)
         async with (
             RolloutClient(url, timeout_s=2.0, retry_timeout_s=0.01) as client,
@@ -288,7 +289,7 @@ class Soak:
             self._tree.sample()
             await asyncio.sleep(5.0)
 
-    # --- the end ---
+    # Results
 
     def _records(self) -> dict[str, list[Trajectory]]:
         """Return the store's records, by rollout."""
@@ -370,7 +371,7 @@ class Soak:
         return tables
 
     def _check_sessions(self, records: list[Trajectory]) -> tuple[int, int]:
-        """Count the finished sessions without exactly one record, and those whose record has other turns."""
+        """Count the finished sessions without exactly one record, and those whose record has different turns."""
         by_group = defaultdict(list)
         for record in records:
             by_group[record.group_id].append(record)
@@ -396,7 +397,7 @@ class Soak:
 
 
 def _recomputed(records: list[Trajectory], rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Return |recorded - recomputed| of some records' tokens, under the named checkpoint and under the other."""
+    """Return |recorded - recomputed| of some records' tokens, under the reported and the other checkpoint."""
     linear = [one for one in records if len(one.paths) == 1 and _num_sampled(one)]
     resumed = [
         one for one in linear if one.attempt or one.num_resampled_turns or len(one.paths[0].weight_versions) > 1
@@ -419,7 +420,7 @@ def _num_sampled(record: Trajectory) -> int:
 
 
 def _gone(tree: Tree) -> list[str]:
-    """Wait for every process to end; return those that do not."""
+    """Wait for every process to end; return the processes that still run."""
     until = time.monotonic() + 30.0
     while (left := tree.living()) and time.monotonic() < until:
         time.sleep(0.5)
@@ -448,7 +449,7 @@ def _parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run it, print the tables, and say by the exit code if all is well."""
+    """Run the soak, print the tables, and exit with 1 on a failure."""
     options = _parsed()
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         out = options.keep or Path(scratch)

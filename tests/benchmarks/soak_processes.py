@@ -1,7 +1,7 @@
-"""The processes of a service that a soak run started: which there are, how big they are, and how they are killed.
+"""The processes of a service that a soak run started: their kinds and sizes, and the signals sent to them.
 
-Only descendants of the service's own process are ever touched. A process is named by its pid and its start time, so
-that a number that the system has given out again is not taken for it.
+Only descendants of the service's own process are ever signaled. A process is identified by its pid and its start
+time, so that a reused pid is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = {
     "coordinator": "ServeReplica:agentloop:Coordinator",
     "ingress": "ServeReplica:agentloop:Ingress",
 }
-"""What is killed, and what the command lines of such processes have in them."""
+"""The kinds of processes to kill, with a part of their command lines."""
 
 OTHERS = {
     "serve controller": "ServeController",
@@ -30,7 +30,7 @@ OTHERS = {
     "gcs": "gcs_server",
     "scheduler": "sglang::scheduler",
 }
-WARM_UP_S = 120.0  # of a process, before its size counts: its pools fill
+WARM_UP_S = 120.0  # age of a process before its size counts: its pools fill first
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class Kill:
     kind: str
     process: psutil.Process
     at_s: float
-    stop_s: float | None  # how long it was to stand still; None: SIGKILL
-    over_at_s: float  # when it was dead, or went on
+    stop_s: float | None  # length of the stop; None: SIGKILL
+    over_at_s: float  # time of its death, or of its continuation
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The sizes of all processes of one kind: the last medians, and by how much they grow a minute."""
+    """The sizes of all processes of one kind: the last medians, and their growth per minute."""
 
     num_processes: int
     rss_mib: float
@@ -75,7 +75,7 @@ class Growth:
 
 
 class Tree:
-    """Everything that descends, or descended, from one process."""
+    """All current and past descendants of one process."""
 
     def __init__(self, root_pid: int) -> None:
         self._root = psutil.Process(root_pid)
@@ -83,22 +83,22 @@ class Tree:
         self.samples: dict[psutil.Process, Samples] = {}
 
     def refresh(self) -> None:
-        """Look again: what was started since is known from here on."""
+        """Rescan; processes started since the last scan are included from now on."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (self._root, *self._root.children(recursive=True)):
                 self._seen.setdefault(process)
 
     @property
     def processes(self) -> tuple[psutil.Process, ...]:
-        """All that were ever seen."""
+        """Return all processes ever seen."""
         return tuple(self._seen)
 
     def of(self, kind: str) -> list[psutil.Process]:
-        """Return the living processes of a kind that stand still for nobody."""
+        """Return the living processes of a kind that are not stopped."""
         return [one for one in self._seen if self.kind_of(one) == kind]
 
     def kind_of(self, process: psutil.Process) -> str | None:
-        """Return the kind of a living process; None for a dead one, and for one of no kind."""
+        """Return the kind of a living process; None for a dead process or an unknown kind."""
         try:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 return None
@@ -109,7 +109,7 @@ class Tree:
         return next((kind for kind, mark in marks if mark in command), "service" if process == self._root else None)
 
     def sample(self) -> None:
-        """Note how big each process is."""
+        """Record the size of each process."""
         now = time.monotonic()
         for process in self._seen:
             kind = self.kind_of(process)
@@ -123,7 +123,7 @@ class Tree:
                     values.append(value)  # type: ignore[attr-defined]
 
     def living(self) -> list[str]:
-        """Return the command lines of all that was ever seen and has not ended."""
+        """Return the command lines of all processes ever seen that are still running."""
         found = []
         for process in self._seen:
             with contextlib.suppress(psutil.Error):
@@ -132,7 +132,7 @@ class Tree:
         return found
 
     def growth(self, kind: str) -> Growth | None:
-        """Return the sizes of a kind's processes past their warm-up; None if none lived so long."""
+        """Return the sizes of a kind's processes past their warm-up; None if no process lived that long."""
         grown = [
             one for one in self.samples.values() if one.kind == kind and one.at_s[-1] > one.at_s[0] + 2 * WARM_UP_S
         ]
@@ -146,14 +146,14 @@ class Tree:
 
 
 def strike(kind: str, process: psutil.Process, stop_s: float | None) -> Kill:
-    """Kill a process, or stop it; whoever asked makes it go on."""
+    """Kill a process, or stop it; the caller continues it."""
     process.send_signal(signal.SIGKILL if stop_s is None else signal.SIGSTOP)
     now = time.monotonic()
     return Kill(kind, process, now, stop_s, now)
 
 
 def release(kill: Kill, *, is_killed: bool = False) -> bool:
-    """Make a stopped process go on, or end it. False if it was gone."""
+    """Continue or end a stopped process. Returns False if it no longer exists."""
     try:
         if not kill.process.is_running() or kill.process.status() == psutil.STATUS_ZOMBIE:
             return False
@@ -170,7 +170,7 @@ def _settled(one: Samples, values: list[float]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _slope_per_minute(series: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Return the common slope of lines that each begin elsewhere, by least squares."""
+    """Return the common slope of lines with different starts, by least squares."""
     above = sum(float(((x - x.mean()) * (y - y.mean())).sum()) for x, y in series)
     below = sum(float(((x - x.mean()) ** 2).sum()) for x, _ in series)
     return above / below if below else 0.0

@@ -1,4 +1,4 @@
-"""When a service that a soak run looks at from outside has recovered from a blow."""
+"""Recovery time of a service after a kill, as observed from outside by a soak run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import psutil
 from agentloop.api.coordinator import ServiceStatus
 from tests.benchmarks.soak_processes import Kill
 
-FRESH_S = 3.0  # a replica that was heard of since then serves
+FRESH_S = 3.0  # a replica with a heartbeat within this time serves
 ENDS_REPLICA = ("replica", "engine core")
-"""Kinds whose death ends a replica. Until its silence is noticed it counts as ready; what comes has another id."""
+"""Kinds whose death ends a replica. It counts as ready until its silence is detected; its replacement has
+another id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The service at one moment, from outside."""
+    """The service at one moment, as seen from outside."""
 
     at_s: float
-    status: ServiceStatus | None  # None: nobody answered
+    status: ServiceStatus | None  # None: no answer
     num_delivered: int
-    processes: Mapping[str, frozenset[psutil.Process]]  # the living, by kind
+    processes: Mapping[str, frozenset[psutil.Process]]  # living processes, by kind
 
     @property
     def ready(self) -> frozenset[str]:
-        """The ids of the replicas that serve."""
+        """Return the ids of the serving replicas."""
         replicas = self.status.replicas if self.status is not None else ()
         return frozenset(
             one.replica_id for one in replicas if one.state == "ready" and one.heartbeat_age_s < FRESH_S
@@ -34,12 +35,12 @@ class Sight:
 
 
 def recovered_s(kill: Kill, sights: Sequence[Sight]) -> float | None:
-    """Return the seconds from a blow to the first sight of what it took being there again; None: there is none.
+    """Return the seconds from a kill to the first sight of the repaired service; None if there is no such sight.
 
-    What other blows took does not matter. The service answers, with as many processes of the kind as before, the
-    victim among them only if it was let go on. In place of a replica that died another is ready that was not (of
-    several that are missing, the first one to come); of others that go on, as many as before. A coordinator has to
-    know a replica again, and a worker to have delivered a record since.
+    Effects of other kills do not matter. The service must answer, with as many processes of the kind as before; the
+    victim counts only if it was continued. A replica that died must be replaced by one that was not ready before
+    (the first one, if several are missing); after a stop, as many replicas must be ready as before. A coordinator
+    must list a replica again, and a worker must have delivered a record since.
     """
     before = next((one for one in reversed(sights) if one.at_s < kill.at_s), None)
     num_before = max(1, len(before.processes[kill.kind])) if before is not None else 1

@@ -1,7 +1,7 @@
-"""Streaming requests that stay in flight, and what an update does to them.
+"""Streaming requests that stay in flight during weight updates.
 
-A `Flight` owns its requests from `start` to `end`. Every piece that arrives is kept with its time, so that gaps and
-throughput are computed afterwards, over any interval. All times are `time.perf_counter()`.
+A `Flight` owns its requests from `start` to `end`. Every piece is recorded with its arrival time, so that gaps and
+throughput can be computed afterwards over any interval. All times are `time.perf_counter()`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Source = Callable[[str, tuple[int, ...]], AsyncIterator["Piece"]]
 """Starts one request, by id and prompt; yields its pieces to its end."""
 
 Load = Callable[[str, tuple[int, ...]], Awaitable[None]]
-"""Runs one request to its end, whose pieces nobody looks at."""
+"""Runs one request to its end, without reading its pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens that arrived together. `version` is that of the last of them, None where the engine does not say."""
+    """Tokens that arrived together. `version` is that of the last token, None if the engine does not report it."""
 
     token_ids: tuple[int, ...]
     version: int | None = None
@@ -41,8 +41,8 @@ class Stream:
     def gap_ms(self, since: float, is_after: Callable[[float, int | None], bool]) -> float | None:
         """Return the longest time without a piece between `since` and the first piece after the update.
 
-        An engine that holds its output during an update releases older tokens together with the first new one. None
-        if there is no piece before or none after.
+        An engine that holds its output during an update releases older tokens together with the first new one.
+        Returns None if there is no piece before or after the update.
         """
         longest = None
         for (before_at, _, _), (at, _, version) in pairwise(self.arrivals):
@@ -54,7 +54,7 @@ class Stream:
 
 
 class Flight:
-    """Requests in flight. Raises what any of them raises, at the next call."""
+    """Requests in flight. An error of any request is raised at the next call."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Flight:
         load: Load | None = None,
         num_streams: int | None = None,
     ) -> None:
-        """The first `num_streams` are streamed, all by default; the others are in flight as `load`."""
+        """The first `num_streams` requests (default: all) are streamed; the others are in flight as `load`."""
         requests = [Stream(f"{name}-{n}", prompt) for n, prompt in enumerate(prompts)]
         self._source = source
         self._load = load
@@ -73,13 +73,13 @@ class Flight:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, num_tokens: int, timeout_s: float) -> None:
-        """Return once every stream has `num_tokens`."""
+        """Start the requests, and return once every stream has `num_tokens`."""
         self._tasks = [asyncio.create_task(self._run(other)) for other in self.others]
         self._tasks += [asyncio.create_task(self._read(stream)) for stream in self.streams]
         await self.until(lambda stream: len(stream.token_ids) >= num_tokens, timeout_s)
 
     async def restart(self) -> None:
-        """Send every request again, with its prompt and the tokens it has. They must have ended."""
+        """Resend every request with its prompt and its tokens so far. The requests must have ended."""
         await asyncio.wait(self._tasks)
         self.check()
         for stream in self.streams:
@@ -87,7 +87,10 @@ class Flight:
         self._tasks = [asyncio.create_task(self._read(stream)) for stream in self.streams]
 
     async def until(self, is_reached: Callable[[Stream], bool], timeout_s: float) -> None:
-        """Wait for every request. Raises TimeoutError, or RuntimeError if one has ended."""
+        """Wait until `is_reached` is true for every request.
+
+        Raises TimeoutError, or RuntimeError if one has ended.
+        """
         async with asyncio.timeout(timeout_s):
             while not all(map(is_reached, self.streams)):
                 self.check()
@@ -95,13 +98,13 @@ class Flight:
                 await asyncio.sleep(0.002)
 
     def check(self) -> None:
-        """Raises the error of a request that failed."""
+        """Raise the error of a request that failed."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     def check_alive(self) -> None:
-        """Raise RuntimeError if a request has ended that nobody has aborted."""
+        """Raise RuntimeError if a request has ended without an abort."""
         if num_over := sum(request.is_over for request in (*self.streams, *self.others)):
             raise RuntimeError(
                 f"{num_over} of the requests have reached the end of their context: raise --context, or ask for "
@@ -109,7 +112,7 @@ class Flight:
             )
 
     async def end(self, abort: Callable[[str], object], timeout_s: float = 60.0) -> None:
-        """Abort them all, and wait for their last answers. Raises what any of them raised."""
+        """Abort all requests, and wait for their last answers. Raises the error of any of them."""
         for request in (*self.streams, *self.others):
             if not request.is_over:
                 await abort(request.request_id)  # type: ignore[misc]
@@ -117,13 +120,13 @@ class Flight:
             await asyncio.gather(*self._tasks)
 
     async def cancel(self) -> None:
-        """For the way out after an error."""
+        """Cancel all requests, for cleanup after an error."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def tokens_per_s(self, intervals: Sequence[tuple[float, float]]) -> float:
-        """Tokens that arrived within the intervals, per second of them."""
+        """Return the tokens per second that arrived within the intervals."""
         seconds = sum(end - start for start, end in intervals)
         num_tokens = sum(
             count
@@ -134,7 +137,7 @@ class Flight:
         return num_tokens / seconds if seconds else 0.0
 
     def gaps_ms(self, since: float, is_after: Callable[[float, int | None], bool]) -> list[float]:
-        """Return every request's gap at an update that began at `since`. Raises ValueError if one has none."""
+        """Return every request's gap at an update that began at `since`. Raises ValueError if one has no gap."""
         gaps = [stream.gap_ms(since, is_after) for stream in self.streams]
         missing = [stream.request_id for stream, gap in zip(self.streams, gaps, strict=True) if gap is None]
         if missing:
@@ -142,12 +145,12 @@ class Flight:
         return [gap for gap in gaps if gap is not None]
 
     def first_token_at(self, is_after: Callable[[float, int | None], bool]) -> float:
-        """When the first token after an update reached any stream."""
+        """Return the time of the first token after an update in any stream."""
         arrivals = (arrival for stream in self.streams for arrival in stream.arrivals)
         return min(at for at, _, version in arrivals if is_after(at, version))
 
     def ordinary_gap_ms(self, start: float, end: float) -> float:
-        """The median time between two pieces of one request within an interval."""
+        """Return the median time between two pieces of one request within an interval."""
         gaps = [
             (later[0] - earlier[0]) * 1000
             for stream in self.streams
@@ -172,7 +175,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Gaps of all requests at some updates, in milliseconds."""
+    """Gaps of all requests during some updates, in milliseconds."""
 
     p50: float
     maximum: float

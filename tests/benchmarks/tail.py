@@ -1,13 +1,12 @@
-"""The time of a trainer's steps when each is offered more groups than it takes, on the balancer's simulated fleet.
+"""Step times of a trainer that offers each step more groups than it consumes, on the balancer's simulated fleet.
 
     make bench-tail                                        # 6 regimes, 20 seeds
     make bench-tail ARGS="--service servers/cpu.yaml"      # on a real service and the shipped tasks, 3 rounds
     make bench-tail ARGS="--regimes base --arms 1x,1.25x --seeds 2 --train-s 60"
 
-A step takes the 64 groups that are whole first; what is unfinished then counts in the next one, as
-`RolloutClient.batches` does with `carry` "next", but where an arm says otherwise. New groups come when the trainer
-asks for the next step. Times are virtual; the ratios are of runs of one seed, whose groups are the same and come in
-the same order.
+A step consumes the first 64 groups that are complete. Unfinished groups count towards the next step, as in
+`RolloutClient.batches` with `carry` "next", unless the arm differs. New groups arrive when the trainer requests the
+next step. Times are virtual. Ratios compare runs of one seed, which have the same groups in the same order.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from tests.benchmarks.balancer.workload import Workload, generate
 
 TITLE = "Steps of 64 groups that are offered more"
 NUM_GROUPS, NUM_STEPS = 64, 10
-SHORT_STEPS = 4  # before one that takes what they have left, which is as many groups
+SHORT_STEPS = 4  # before a step that consumes only leftover groups, which are as many
 REGIMES_OF_TAILS = ("base", "short-tools", "heavy-tools", "heavy-lengths", "reasoning-3", "3x")
 NUM_SAMPLES, NUM_LIVE_STEPS = 8, 4
 TASKS = "examples/data/tasks.jsonl"
@@ -65,10 +64,10 @@ EXPLAINED = (
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What a step is offered, and in which order."""
+    """The groups that a step is offered, and their order."""
 
     offer: float
-    num_redundant: int = 0  # samples of a group beside the eight that count
+    num_redundant: int = 0  # samples of a group in addition to the eight that count
     knows_lengths: bool = False
     has_long_rounds: bool = False
 
@@ -89,7 +88,7 @@ Job = tuple[str, int, str, float]  # regime, seed, arm, seconds of training
 
 
 class Steps(Run):
-    """A run whose groups come step by step."""
+    """A run whose groups arrive step by step."""
 
     def __init__(self, workload: Workload, regime: str, seed: int, arm: Arm, train_s: float) -> None:
         shape, self._num_come = fleet(REGIMES[regime]), math.ceil(NUM_GROUPS * arm.offer)
@@ -108,13 +107,12 @@ class Steps(Run):
         self._arm, self._train_s = arm, train_s
         self._made_for = dict.fromkeys(range(self._num_come), 0)
         self._open = set(self._made_for)
-        self._stopped = set[int]()  # groups of which no turn begins: they are whole, or parked
+        self._stopped = set[int]()  # groups in which no turn starts: they are complete, or parked
         self._parked: list[Live] = []
         self._ended: list[tuple[int, int]] = []  # groups and their ages, in steps
         self._step_ended_at: list[float] = []
 
     def steps(self) -> dict[str, float]:
-        """Run, and return the figures of the steps."""
         self.run()
         first = [self._turns[group] for group, _ in self._ended[:NUM_GROUPS]]
         return {
@@ -181,7 +179,7 @@ class Steps(Run):
 
 
 def _longest_first(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
-    """Ours, but for the order of first turns."""
+    """Our policy, except for the order of first turns."""
     policy, seconds = ours(shape, workload, seed), defaultdict[int, list[float]](list)
     for one in workload.trajectories:
         seconds[one.group].append(seconds_of(one, shape))
@@ -190,7 +188,7 @@ def _longest_first(shape: FleetShape, workload: Workload, seed: int) -> OursPoli
 
 
 def run_job(job: Job) -> tuple[Job, dict[str, float]]:
-    """Do one run. Returns it with its figures."""
+    """Execute one run. Returns the job with its figures."""
     regime, seed, name, train_s = job
     arm, parameters = ARMS[name], REGIMES[regime].workload
     num_groups = math.ceil(NUM_GROUPS * arm.offer) + NUM_GROUPS * (NUM_STEPS - 1)
@@ -200,12 +198,12 @@ def run_job(job: Job) -> tuple[Job, dict[str, float]]:
 
 
 async def run_service(config: ServiceConfig, names: Sequence[str], num_rounds: int) -> dict[Job, dict[str, float]]:
-    """Do the arms in turn on one service, round by round."""
+    """Run the arms one after another on one service, round by round."""
     run_dir = new_run_dir(Path("runs"))
     configure_logging(run_dir / LOG_NAME)
     private, found = config.model_copy(update={"port": 0, "run_dir": None}), dict[Job, dict[str, float]]()
     async with running_service(private, run_dir) as url, RolloutClient(url) as client:
-        await _live_steps(client, ARMS["1x"], 1)  # a first step is slower
+        await _live_steps(client, ARMS["1x"], 1)  # the first step is slower
         for number, name in itertools.product(range(num_rounds), names):
             found["service", number, name, 0.0] = await _live_steps(client, ARMS[name], NUM_LIVE_STEPS)
             report.say(f"round {number}, {name}: {found['service', number, name, 0.0]['step_s']:.1f} s a step")
@@ -234,7 +232,7 @@ async def _live_steps(client: RolloutClient, arm: Arm, num_steps: int) -> dict[s
 
 
 def main() -> None:
-    """Do all runs and print a table a regime."""
+    """Execute all runs and print one table per regime."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regimes", type=partial(str.split, sep=","), default=REGIMES_OF_TAILS)
     parser.add_argument("--arms", type=partial(str.split, sep=","), default=[*ARMS], help="1x first")

@@ -1,13 +1,13 @@
-"""Published chat templates: which of them a service takes, and for what the others are refused.
+"""Published chat templates: the ones that a service accepts, and the reasons for which it refuses the others.
 
     python -m tests.benchmarks.templates FOLDER... [--table docs/guides/models.md]
 
-Each distinct `.jinja` file in the folders gets a model folder: a tokenizer of ours with the marks that the template
-writes, and the end of turn that it uses. `served` is a template that a service starts with and whose plain chats
-are rendered to the ids that transformers gives them. `tools` says what is left of them: `yes`, `none` where the
-template shows none, `off` where no parser reads its calls. Left out is what is no chat: the templates of folders
-named `pooling`, and those whose names end in `_training`, which mark what a trainer masks. `--table` writes the
-verdicts into a page.
+Each distinct `.jinja` file in the folders gets a model folder: our tokenizer with the delimiters that the template
+writes, and its end of turn. `served`: a service starts with the template, and renders plain chats to the same ids
+as transformers. `tools` is the tool support of these templates: `yes`, `none` if the template renders no tools,
+`off` if no parser reads its calls. Templates that are not for chat are skipped: those in folders named `pooling`,
+and those whose names end in `_training`, which mark the tokens that a trainer masks. `--table` writes the verdicts
+into a page.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _MARK = re.compile(
     r"<[|\uff5c][^<>|\uff5c\s]{1,48}[|\uff5c]>|<\|?[a-zA-Z_:]{2,32}\|?>|</[a-zA-Z_:]{2,32}>|\[/?[A-Z_]{3,32}\]"
     r"|\]<\][a-z]+\[>\["
 )
-_PUNCTUATION = '<|"|>'  # Gemma-4's mark of a string
+_PUNCTUATION = '<|"|>'  # Gemma-4's string delimiter
 _ENDS = (
     "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>",
     "<|return|>", "<|end|>", "<end_of_utterance>", "<|message_sep|>", "<|endofturn|>", "<|assistant_end|>",
     "[e~[", "<seed:eos>", "<|user|>", "<SPECIAL_12>",
     "</assistant>", "<sep>", "<end_of_sentence>", "<|eos|>",
 )  # fmt: skip
-_BUILT_ENDS = {"hy_eos": "<｜hy_eos:opensource｜>"}  # which the template puts together
+_BUILT_ENDS = {"hy_eos": "<｜hy_eos:opensource｜>"}  # assembled by the template
 _FURTHER_ENDS = (
     "<|observation|>", "<|call|>", "<|eom_id|>", "<|tools_suffix|>", "<|tool_response>", "<|calls|>",
 )  # fmt: skip
-"""Of turns that call."""
+"""End tokens of turns with calls."""
 _TABLE_BEGIN, _TABLE_END = "<!-- templates -->", "<!-- /templates -->"
 _REASONS = {
     "cannot be derived: of": "it writes a part of a call in more than one way",
@@ -68,19 +68,19 @@ _CHAT = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a service makes of one template; `fault` is why it does not start, or renders other ids."""
+    """A service's verdict on one template; `fault` is the reason if it does not start, or renders other ids."""
 
     name: str
     fault: str | None
     tools: str = ""
     parser: str = ""
-    mark: str = ""  # by which its calls are told, or what they begin with
-    forks: bool = False  # a plain chat's second turn cannot be bridged
-    objection: str = ""  # why it has no tools
+    mark: str = ""  # delimiter that begins its calls
+    forks: bool = False  # the rendering of a plain chat's second turn cannot be bridged
+    objection: str = ""  # reason why it has no tools
 
 
 def judge(path: Path) -> Verdict:
-    """Start with a template in a model folder of its own, and compare its plain chats."""
+    """Start with a template in a separate model folder, and compare its plain chats."""
     name = f"{path.parent.name}/{path.stem}"
     source = path.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as made:
@@ -109,12 +109,12 @@ def _family(source: str) -> Family:
 
 
 def _is_markup(mark: str) -> bool:
-    """Tell if a tokenizer would show the mark as text: those of thoughts and calls."""
+    """Return True if a tokenizer would decode the delimiter of reasoning or calls as text."""
     return re.fullmatch(r"</?[a-z_:]+>", mark) is not None
 
 
 def _difference(folder: Path, chat: ChatFormat) -> str | None:
-    """Say which plain chat is rendered otherwise than by transformers; chats that the template refuses are none."""
+    """Return the plain chat whose rendering differs from transformers; refused chats are skipped."""
     family = _family((folder / "chat_template.jinja").read_text(encoding="utf-8"))
     reference = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token=family.bos, eos_token=family.eos
@@ -140,9 +140,10 @@ def _chats() -> Iterator[Sequence[Message]]:
 
 
 def _expected(reference: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
-    """Return transformers' ids; templates that read content as parts alone get parts."""
+    """Return transformers' ids; templates that accept content only as parts get parts."""
     texts = []
-    for has_parts, tools in itertools.product((False, True), (None, [])):  # some fail without a list of tools
+    # some templates fail without a list of tools
+    for has_parts, tools in itertools.product((False, True), (None, [])):
         entries = [
             {"role": one.role, "content": [{"type": "text", "text": one.content}] if has_parts else one.content}
             for one in messages
@@ -156,7 +157,7 @@ def _expected(reference: PreTrainedTokenizerFast, messages: Sequence[Message]) -
 
 
 def main() -> None:
-    """Print a line a template, and the counts."""
+    """Print one line per template, and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--table", type=Path, help="a page whose table of templates is written anew")
@@ -204,7 +205,7 @@ def _table(verdicts: Sequence[Verdict]) -> str:
 
 
 def _reason(text: str) -> str:
-    """Shorten an objection to what holds for several templates."""
+    """Shorten an objection to the part that several templates share."""
     for sign, reason in _REASONS.items():
         if sign in text:
             return reason

@@ -1,4 +1,4 @@
-"""The load that is set beside the bare engine: the same requests in every arm, and CPU time where it was spent."""
+"""The load for the comparison with the bare engine: the same requests in every arm, and CPU time by process."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_cpu_time_is_that_of_the_process_and_its_children():
         for child in children:
             assert child.stdout is not None
             child.stdout.readline()
-        begun = sum(psutil.Process().cpu_times()[:2])  # the clock of what is measured, which has ticks
+        begun = sum(psutil.Process().cpu_times()[:2])  # the measured clock, which has coarse ticks
         while sum(psutil.Process().cpu_times()[:2]) < begun + 0.12:
             pass
         used = cpu.used()

@@ -1,4 +1,4 @@
-"""The time to recover that a soak run reports, on histories whose time is known."""
+"""The recovery time that a soak run reports, on histories with a known time."""
 
 import os
 
@@ -27,7 +27,7 @@ def sight(
 
 @pytest.mark.parametrize("kind", ["ingress", "coordinator"])
 def test_a_process_that_was_stopped_and_goes_on_has_recovered_when_the_service_answers(kind: str) -> None:
-    """Also if it was killed later, and whatever the next blow does: that one is another's."""
+    """The kind may also be killed later; effects of the next kill do not count."""
     kill = Kill(kind, OLD, at_s=10.0, stop_s=4.0, over_at_s=14.0)
     seen = [sight(9.5, kind, {OLD}), sight(12.0, kind, {OLD}, None), sight(14.1, kind, {OLD}, None)]
     seen += [sight(15.0, kind, {OLD}), sight(30.5, kind, set(), None), sight(42.0, kind, {NEW})]

@@ -1,7 +1,7 @@
-"""A trainer in a process of its own: seeded tensors on its device, told over a pipe what to do with them.
+"""A trainer in a separate process: seeded tensors on its device, controlled over a pipe.
 
-It sends with our `WeightSender`, or in the engine's own way, whose calls to the engine travel back over the same
-pipe (`Call`) while the asker waits. One command at a time; each has a deadline.
+It sends with our `WeightSender`, or in the engine's own way; the resulting engine calls travel back over the same
+pipe (`Call`) while the parent waits. One command at a time; each has a deadline.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ START_TIMEOUT_S = 180.0  # torch, a context, and 16 GB of random numbers
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """`transport` is WeightSender's: auto, nccl, ipc or shm. `version` is what the tensors are made as."""
+    """`transport` is WeightSender's: auto, nccl, ipc or shm. `version` is the version of the initial tensors."""
 
     shape: str
     device: str
     dtype: str
     transport: str
     version: int
-    engine: str = "vllm"  # whose own way NativeConnect and NativeSend are
+    engine: str = "vllm"  # engine whose own way NativeConnect and NativeSend use
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SetVersion:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Answered with a PushSource."""
+    """Offer the tensors; answered with a PushSource."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,19 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class NativeConnect:
-    """Open what the engine's own updates travel through, with one engine worker."""
+    """Open the transport of the engine's own updates, with one engine worker."""
 
     port: int
 
 
 @dataclass(frozen=True, slots=True)
 class NativeSend:
-    """One update in the engine's own way."""
+    """Run one update in the engine's own way."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureMemory:
-    """Answered with the bytes in use on every GPU, by anybody."""
+    """Answered with the bytes in use on every GPU, by all processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """From the trainer: call this of the engine, and send an Answer."""
+    """Sent by the trainer: call this method of the engine, and return an Answer."""
 
     verb: str
     payload: Any
@@ -88,7 +88,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To a command (by its number) or a Call; `error` is the text of what went wrong."""
+    """The answer to a command (by its number) or a Call; `error` is the text of the error."""
 
     number: int
     value: Any = None
@@ -99,11 +99,11 @@ Serve = Callable[[Call], Awaitable[Any]]
 
 
 class TrainerFailed(Exception):
-    """The trainer process could not do what it was told."""
+    """The trainer process failed to execute a command."""
 
 
 class TrainerProcess:
-    """The asker's end. Use as a context manager; `ask` from one task at a time."""
+    """The parent's side. Use as a context manager; call `ask` from one task at a time."""
 
     def __init__(self, config: TrainerConfig) -> None:
         context = multiprocessing.get_context("spawn")
@@ -111,14 +111,14 @@ class TrainerProcess:
         self._process = context.Process(target=_serve, args=(theirs, config), daemon=True)
         self._process.start()
         theirs.close()
-        self._number = 0  # of the latest command; 0: the start
+        self._number = 0  # number of the latest command; 0: the start
         self._is_started = False
 
     def __enter__(self) -> TrainerProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(OSError):  # it is gone already
+        with contextlib.suppress(OSError):  # the process has already ended
             self._pipe.send((0, Stop()))
         self._process.join(timeout=5)
         if self._process.is_alive():
@@ -126,20 +126,23 @@ class TrainerProcess:
         self._pipe.close()
 
     async def started(self) -> None:
-        """Wait for its tensors. Idempotent."""
+        """Wait until the tensors exist. Idempotent."""
         if not self._is_started:
             self._value(await self._receive(START_TIMEOUT_S))
             self._is_started = True
 
     async def ask(self, command: object, *, timeout_s: float = 120.0, serve: Serve | None = None) -> Any:
-        """Its answer. Raises TrainerFailed. `serve` does what the trainer calls meanwhile."""
+        """Send a command and return its answer; `serve` executes the trainer's calls in the meantime.
+
+        Raises TrainerFailed.
+        """
         self._number += 1
         self._pipe.send((self._number, command))
         while True:
             message = await self._receive(timeout_s)
             if not isinstance(message, Call):
                 return self._value(message)
-            if serve is None:  # its asker gave up meanwhile
+            if serve is None:  # the caller gave up
                 raise TrainerFailed(f"it called {message.verb}, and nobody serves it")
             try:
                 answer = Answer(self._number, await serve(message))
@@ -156,7 +159,7 @@ class TrainerProcess:
             except EOFError as error:
                 raise TrainerFailed("the trainer process is gone") from error
             if not isinstance(message, Answer) or message.number == self._number:
-                return message  # others answer a command whose asker has given up
+                return message  # other messages answer a command whose caller gave up
 
     @staticmethod
     def _value(answer: Answer) -> Any:
@@ -166,7 +169,7 @@ class TrainerProcess:
 
 
 class _Trainer:
-    """What happens inside the process."""
+    """The trainer inside the process."""
 
     def __init__(self, pipe: Connection, config: TrainerConfig) -> None:
         self._pipe = pipe
@@ -176,7 +179,7 @@ class _Trainer:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
-            torch.set_num_threads(1)  # the engine runs beside it
+            torch.set_num_threads(1)  # the engine runs on the same CPUs
         self._tensors = make_tensors(
             self._shape, self._device, getattr(torch, config.dtype), version=config.version
         )
@@ -217,7 +220,7 @@ class _Trainer:
         if self._config.engine == "sglang":
             from tests.benchmarks.baselines_sglang import SglangSender  # noqa: PLC0415
 
-            # On CPU the broadcast, by gloo, is the one that works between any two processes.
+            # On CPU, the broadcast over gloo is the transport that works between any two processes.
             is_shared = self._config.transport == "ipc"
             self._native = SglangSender(self._tensors, _PipeClient(self._pipe).call, is_shared=is_shared)
             self._native.connect(port)
@@ -234,11 +237,11 @@ class _Trainer:
 
 
 class _PipeClient:
-    """Calls of the engine over the pipe; vLLM's weight-sync client."""
+    """Engine calls over the pipe; vLLM's weight-sync client."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._lock = threading.Lock()  # vLLM calls from two threads, in turns
+        self._lock = threading.Lock()  # vLLM calls from two threads alternately
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.call("init_weight_transfer_engine", init_info)
@@ -256,7 +259,7 @@ class _PipeClient:
         self.call("finish_weight_update", weight_version)
 
     def call(self, verb: str, payload: Any) -> None:
-        """Wait for the engine to have done it. Raises RuntimeError."""
+        """Call the engine and wait for the result. Raises RuntimeError."""
         with self._lock:
             self._pipe.send(Call(verb, payload))
             answer = self._pipe.recv()
@@ -278,7 +281,7 @@ def _used_bytes() -> list[int]:
 def _serve(pipe: Connection, config: TrainerConfig) -> None:
     try:
         trainer = _Trainer(pipe, config)
-        _used_bytes()  # makes its contexts now, so that memory does not seem to grow later
+        _used_bytes()  # creates its contexts now, so that memory use does not grow later
         pipe.send(Answer(0))
     except Exception as error:
         pipe.send(Answer(0, error=repr(error)))
@@ -294,6 +297,6 @@ def _serve(pipe: Connection, config: TrainerConfig) -> None:
                 answer = Answer(number, error=repr(error))
             pipe.send(answer)
     except EOFError:
-        pass  # the asker is gone
+        pass  # the parent has ended
     finally:
         trainer.close()

@@ -1,4 +1,4 @@
-"""What `weight_updates` found, and the tables made of it."""
+"""Results of `weight_updates`, and their tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.benchmarks.streams import Gaps
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """Some updates of one kind. Times in milliseconds; medians, and the largest where it says so."""
+    """Some updates of one kind. Times in milliseconds: medians, or the largest where the name says so."""
 
     num_updates: int
     gaps: Gaps
-    ordinary_gap_ms: float  # median between two pieces of a request, just before
-    stall_p50_ms: float  # pause to resume
+    ordinary_gap_ms: float  # median between two pieces of a request, just before the update
+    stall_p50_ms: float  # from pause to resume
     stall_max_ms: float
     transport: str
     staging_device: str | None = None
@@ -34,12 +34,12 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Throughput while weights are staged one after the other, against nothing going on just before and after."""
+    """Throughput while weights are staged one after another, compared with the throughput just before and after."""
 
     undisturbed_tokens_per_s: float
-    staging_tokens_per_s: float  # of the time within `stage` calls
+    staging_tokens_per_s: float  # within `stage` calls
     num_stages: int
-    share_of_time: float  # within `stage` calls, of the window
+    share_of_time: float  # share of the window within `stage` calls
     transfer_ms: float  # median
     num_bytes: int
 
@@ -57,18 +57,18 @@ class Consecutive:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """All of the `staged` variant."""
+    """All results of the `staged` variant."""
 
     single: Updates
     staging: Staging
     consecutive: Consecutive
-    kept: PrefillCounts  # over all these updates
-    recomputed: PrefillCounts  # over one more, under RECOMPUTE: proof that the counters count
+    kept: PrefillCounts  # sum over all these updates
+    recomputed: PrefillCounts  # one more update under RECOMPUTE: proves that the counters count
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A baseline. Its figures mean nothing if the weights did not arrive."""
+    """A baseline. Its figures are meaningless if the weights did not arrive."""
 
     updates: Updates
     has_delivered: bool
@@ -78,13 +78,13 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A variant that did not come to its end."""
+    """A variant that failed."""
 
     error: str
 
 
 def is_bad(result: object) -> bool:
-    """Whether a variant failed, lost a request, or did not deliver."""
+    """Return True if a variant failed, lost a request, or did not deliver."""
     if isinstance(result, Plain):
         return not result.has_delivered
     if isinstance(result, Staged):
@@ -93,7 +93,7 @@ def is_bad(result: object) -> bool:
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Markdown tables by heading, of the variants that were run."""
+    """Return markdown tables by heading, for the variants that ran."""
     found = {"Stall and transfer": _stalls(results)}
     for name, result in results.items():
         updates = result.single if isinstance(result, Staged) else result
@@ -104,7 +104,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(staged, Staged):
         found["Throughput while staging"] = _throughput(staged.staging)
         found["Updates in a row"] = _consecutive(staged.consecutive)
-        if staged.recomputed != PrefillCounts():  # SGLang has none
+        if staged.recomputed != PrefillCounts():  # SGLang has no counters
             found["Prefilled again, from vLLM's counters"] = _prefilled(staged)
     link = results.get("link")
     if isinstance(link, LinkSpeed):

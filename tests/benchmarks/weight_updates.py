@@ -1,23 +1,24 @@
-"""What a weight update costs while requests stream: ours in two phases and in one, and what others do.
+"""The cost of a weight update while requests stream: our two-phase and blocking updates, and baselines.
 
     python -m tests.benchmarks.weight_updates --shape qwen3-4b --transport nccl --out runs/4b-nccl.json   # 2 GPUs
     python -m tests.benchmarks.weight_updates --shape qwen3-4b --transport ipc --out runs/4b-ipc.json     # 1 GPU
     python -m tests.benchmarks.weight_updates --engine sglang --graphs --transport ipc --kv-gib 24         # 1 GPU
     python -m tests.benchmarks.weight_updates --device cpu --shape tiny                                   # dry run
 
-64 requests are in flight, 12 of them streamed: as many as an engine gives a piece for every step. With the engine's
-own paths all stream. The trainer is another process, on the next GPU (nccl) or on the same one (ipc). Variants, one
-after the other, each on an engine of its own:
+64 requests are in flight, and 12 of them are streamed: the largest number for which an engine emits a piece every
+step. With the engine's own paths all are streamed. The trainer is another process, on the next GPU (nccl) or on the
+same one (ipc). Variants run one after another, each on a new engine:
 - `staged`: two phases, KV kept. Also throughput while staging, 20 updates in a row, and vLLM's prefill counters;
 - `single`: single updates in two phases, and nothing else;
 - `one-phase`: ours with `weight_staging` none;
 - `quantised`: `single` of an engine with `--quantization`;
-- `native`: the engine's own path. Of vLLM packed NCCL (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); of SGLang
+- `native`: the engine's own path. For vLLM packed NCCL (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); for SGLang
   `update_weights_from_distributed` (nccl), or `update_weights_from_tensor` (ipc). `resend`: abort, update by that
   path, send again.
-A variant that fails is named, and the others still run; the exit status is then 1. `gap` is what a request sees:
-from its last token under the old weights to its first under the new ones. `transfer` of a baseline is its whole
-update, loading included.
+
+A variant that fails is printed, and the others still run; the exit status is then 1. `gap` is the time between a
+request's last token under the old weights and its first under the new ones. `transfer` of a baseline is its whole
+update, including loading.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ from tests.benchmarks.trainer import TrainerConfig, TrainerProcess
 from tests.benchmarks.update_results import Consecutive, Failed, Plain, Staged, Staging, Updates, is_bad, tables
 
 PROBE_PROMPTS, PROBE_VERSION = 32, 1  # every variant's first version
-PROBE_TOKENS = 1  # what follows a near tie that fell otherwise says nothing
+PROBE_TOKENS = 1  # tokens after a near tie that was decided differently carry no information
 WARM_TOKENS = 16
-NUM_STREAMS = 12  # more would be given out in larger pieces (`StreamPace`), and a gap be that between these
-SPACING_S = 0.7  # after which the streams are steady
+NUM_STREAMS = 12  # more streams would get larger pieces (`StreamPace`), and a gap would be the time between these
+SPACING_S = 0.7  # time until the streams are steady
 
 
 async def staged(site: EngineSite, options: argparse.Namespace) -> Staged:
-    """The two-phase variant."""
+    """Run the two-phase variant."""
     flight = await _flight(site, options, "staged")
     counts = site.counts
     single = await _updates(site, flight, options.updates, options.spacing_s)
@@ -75,7 +76,7 @@ async def staged(site: EngineSite, options: argparse.Namespace) -> Staged:
 
 
 async def single(site: EngineSite, options: argparse.Namespace) -> Updates:
-    """Single updates only."""
+    """Run single updates only."""
     flight = await _flight(site, options, "single")
     updates = await _updates(site, flight, options.updates, options.spacing_s)
     await flight.end(site.engine.abort)
@@ -112,7 +113,7 @@ async def _updates(site: EngineSite, flight: Flight, num_updates: int, spacing_s
 
 
 def _parts(timed: Sequence[TimedUpdate], first_tokens: Sequence[float]) -> dict[str, Gaps]:
-    """The parts of the gap, one after the other; `copy` and `sums` are the device's, within the commit."""
+    """Return the parts of the gap in order; `copy` and `sums` are device times within the commit."""
     found: dict[str, list[float]] = {}
     for update, first_at in zip(timed, first_tokens, strict=True):
         calls, report = update.calls, update.report
@@ -171,7 +172,7 @@ async def _staging(site: EngineSite, flight: Flight, window_s: float) -> Staging
 
 
 async def plain(engine: PlainEngine, trainer: TrainerProcess, options: argparse.Namespace, bench: Bench) -> None:
-    """Both baselines, on one engine."""
+    """Run both baselines on one engine."""
     probes = random_prompts(SHAPES[options.shape], PROBE_PROMPTS, options.prompt_tokens, seed=1)
     try:
         await engine.start()
@@ -213,21 +214,21 @@ def _plain_summary(found: Sequence[PlainUpdate], ordinary_ms: float, options: ar
         stall_max_ms=max(update.stall_ms for update in found),
         transport=options.transport,
         num_bytes=SHAPES[options.shape].num_bytes(options.dtype),
-        transfer_ms=statistics.median(update.update_ms for update in found),  # loading included
+        transfer_ms=statistics.median(update.update_ms for update in found),  # includes loading
     )
 
 
 class Bench:
-    """The run: what is asked for, and what was found so far."""
+    """The run: its options, and its results so far."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.results: dict[str, Any] = {}
-        self.probe_answers: list[tuple[int, ...]] = []  # of our engine at PROBE_VERSION
+        self.probe_answers: list[tuple[int, ...]] = []  # answers of our engine at PROBE_VERSION
         self._options = options
         self._config = _engine_config(options, folder)
 
     async def run(self) -> None:
-        """All variants. Raises TimeoutError at the deadline, with `results` as far as it came."""
+        """Run all variants. Raises TimeoutError at the deadline; `results` then has the completed variants."""
         options = self._options
         device = {"nccl": "cuda:1", "ipc": "cuda:0"}.get(options.transport, options.device)
         config = TrainerConfig(
@@ -239,7 +240,7 @@ class Bench:
             with TrainerProcess(config) as trainer:
                 await self._ours(trainer)
                 if {"native", "resend"} & set(options.variants):
-                    report(options, self.results)  # an SGLang that fails may take this process with it
+                    report(options, self.results)  # a failing SGLang may end this process too
                     began_at = time.perf_counter()
                     await self._attempt("native", plain(_plain_engine(self._config), trainer, options, self))
                     _say(f"baselines: done after {time.perf_counter() - began_at:.0f} s")
@@ -361,13 +362,12 @@ def _options() -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Print the tables and write the JSON file."""
     title = f"Weight updates, {options.engine}, {options.shape}, {options.dtype}"
     finish(title, tables(results), results, options.out)
 
 
 def main() -> None:
-    """Print the tables and write the JSON file, whatever was found."""
+    """Print the tables and write the JSON file, even after a failure."""
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         write_model_folder(

@@ -1,7 +1,7 @@
-"""Agents of other people's making, unmodified and each in its own environment, on the shipped policy in real vLLM.
+"""Unmodified third-party agents, each in its own environment, on the shipped policy in real vLLM.
 
-For every conversation: what was captured is token for token what the engine was given and sampled, each prompt
-begins with the prompt and the response before it, and a client that keeps its history yields one path; one that
+For every conversation, the captured ids are token for token the ids that the engine received and sampled, and each
+prompt begins with the previous prompt and response. A client that keeps its history yields one path; a client that
 does not yields forks with their reasons.
 """
 
@@ -46,7 +46,7 @@ CLIENTS = {
 
 
 class ClientSite:
-    """The service, and the engine behind it."""
+    """The service, and its engine."""
 
     def __init__(self, url: str, engine: RecordingEngine) -> None:
         self.url = url
@@ -70,7 +70,7 @@ async def site(tmp_path_factory):
 
 
 def with_long_context(tmp_path_factory) -> Path:
-    """The policy, said to take longer prompts than the 1,024 tokens it was trained for: frameworks send those."""
+    """The policy with a larger context than the 1,024 tokens of its training: frameworks send long prompts."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     shutil.copytree(ROOT / "examples" / "tiny_policy" / "v1", folder)
     config = json.loads((folder / "config.json").read_text())
@@ -79,7 +79,7 @@ def with_long_context(tmp_path_factory) -> Path:
 
 
 async def run_script(client: str, script: str, url: str) -> list[dict]:
-    """What the script printed; its errors are the test's."""
+    """Return the script's output; its errors fail the test."""
     python = ROOT / ".venv" / "clients" / client / "bin" / "python"
     assert python.exists(), f"no environment for {client}: run `make test-clients`"
     environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would fetch prices
@@ -89,7 +89,7 @@ async def run_script(client: str, script: str, url: str) -> list[dict]:
 
 
 async def finished(http: aiohttp.ClientSession, session_id: str, control_key: str) -> Trajectory:
-    """End the session; its trajectory."""
+    """End the session and return its trajectory."""
     headers = {"accept": "application/msgpack", "authorization": f"Bearer {control_key}"}
     async with http.post(f"/sessions/{session_id}/finish", json={}, headers=headers) as answer:
         assert answer.status == 200, await answer.text()
@@ -98,7 +98,7 @@ async def finished(http: aiohttp.ClientSession, session_id: str, control_key: st
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(prompt ids, sampled ids) of every turn; raises if a prompt is not what came before it."""
+    """Return (prompt ids, sampled ids) of every turn; fail if a prompt does not begin with the turns before it."""
     found = []
     for path in trajectory.paths:
         ids = (*path.prompt_ids.tolist(), *path.response_ids.tolist())
@@ -106,7 +106,7 @@ def turns_of(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, .
         end_before = 0
         for turn in path.turns:
             assert turn.prompt_len == start + turn.start
-            assert turn.prompt_len >= end_before  # it begins with all that was there before
+            assert turn.prompt_len >= end_before  # begins with all earlier tokens
             end_before = start + turn.end
             found.append((ids[: turn.prompt_len], ids[turn.prompt_len : start + turn.end]))
     return found
@@ -135,7 +135,7 @@ async def test_an_unmodified_client_is_captured_token_for_token(client, site):
             captured |= set(turns)
     served = site.engine.served[already:]
     for prompt_ids, sampled_ids in captured:
-        # A stop string ends a turn before what the engine had already streamed.
+        # A stop string ends a turn before the end of the text that the engine had already streamed.
         assert any(
             prompt == prompt_ids and sampled[: len(sampled_ids)] == sampled_ids for prompt, sampled in served
         )

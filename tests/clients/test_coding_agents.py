@@ -1,7 +1,7 @@
 """Coding agents with their default configuration: Codex on `/v1/responses`, Claude Code on `/v1/messages`.
 
-Their prompts are of tens of thousands of tokens, so the policy is a script in the simulated engine: it runs a
-command with the agent's own tool, and then answers. What was captured is token for token what the engine was given
+Their prompts have tens of thousands of tokens, so the policy is a script in the simulated engine: it runs a command
+with the agent's own tool, and then answers. The captured ids are token for token the ids that the engine received
 and sampled, on one path.
 """
 
@@ -33,7 +33,7 @@ ANSWER = f"The file holds the word {WORD}."
 
 @dataclass(frozen=True)
 class Session:
-    """A session of the service, as an agent is pointed at it."""
+    """A session of the service, as configured in an agent."""
 
     session_id: str
     base_url: str  # ends in /v1
@@ -61,7 +61,7 @@ async def opened(http: aiohttp.ClientSession) -> Session:
 
 
 async def run(pattern: str, *arguments: str, cwd: Path, home: Path, **environment: str) -> str:
-    """Run an agent to its end, with nothing of this machine's configuration; what it printed."""
+    """Run an agent to its end without this machine's configuration; returns its output."""
     path = next(ENVIRONMENTS.glob(pattern), None)
     assert path is not None, f"no {pattern}: run `make test-clients`"
     command = (*(["node"] if path.suffix == ".js" else []), path, *arguments)
@@ -69,7 +69,7 @@ async def run(pattern: str, *arguments: str, cwd: Path, home: Path, **environmen
 
 
 async def check_captured(service: DialectService, session: Session, tool: str) -> None:
-    """One conversation of two turns, token for token as the engine had it: the call, its result, and the answer."""
+    """Check a conversation of two turns (call, result, answer) token for token against the engine."""
     trajectory = await service.sessions.finish(session.session_id, ("",))
     assert (trajectory.is_complete, trajectory.stop_reason, trajectory.error) == (True, StopReason.COMPLETED, None)
     [path] = trajectory.paths
@@ -126,7 +126,7 @@ class TestCodex:
 
 
 class TestClaudeCode:
-    """Version 2.1: thinking and edits of thoughts in every request, and the names of Anthropic's models."""
+    """Version 2.1: thinking and edits of reasoning in every request, and the names of Anthropic's models."""
 
     @pytest.fixture
     async def service(self, tmp_path: Path) -> AsyncIterator[DialectService]:

@@ -1,4 +1,4 @@
-"""`agentloop export --format hf` as the package `datasets` reads it, in its own environment."""
+"""`agentloop export --format hf` as read by the package `datasets`, in its own environment."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Agents with the defaults of their libraries: openai's typed helpers, Vercel's `ai`, Microsoft's agent-framework.
 
-The policy is a script in the simulated engine. Every conversation has turns with tool calls, and is one path.
+The policy is a script in the simulated engine. Every conversation has turns with tool calls, and forms one path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arize Phoenix, in an environment of its own, as a receiver: its API shows a service's trajectories as trees."""
+"""Arize Phoenix, in its own environment, as a trace receiver: its API shows a service's trajectories as trees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Phoenix:
-    """What Phoenix's API shows of its default project."""
+    """Phoenix's default project, as seen through its API."""
 
     def __init__(self, url: str, http: ClientSession) -> None:
         self.url = url
@@ -47,7 +47,7 @@ class Phoenix:
             return False
 
     async def shown(self, what: str, **query: Any) -> list[dict[str, Any]]:
-        """Its traces or spans; none before the first is there."""
+        """Return its traces or spans; an empty list before the first arrives."""
         place = f"{self.url}/v1/projects/default/{what}"
         async with self._http.get(place, params={"limit": 1000, **query}) as answer:
             return (await answer.json())["data"] if answer.status == 200 else []
@@ -80,7 +80,7 @@ async def phoenix(tmp_path: Path) -> AsyncIterator[Phoenix]:
 
 
 def tree_of(record: Trajectory) -> list[tuple[str, str, str]]:
-    """The name, the kind and the parent's name of a trajectory's spans, without waits: of two turns and a call."""
+    """Return the name, kind and parent name of a trajectory's spans, without waits: two turns and a call."""
     root = f"invoke_agent {record.loop}"
     chats = [("chat policy", "LLM", root)] * len(record.path.turns)
     return sorted([(root, "AGENT", ""), ("execute_tool calculator", "TOOL", "chat policy"), *chats])
@@ -97,8 +97,8 @@ async def test_phoenix_shows_trajectories_with_their_tools_and_token_counts(phoe
         async with asyncio.timeout(60):
             while len(await phoenix.shown("traces")) < len(records):
                 await asyncio.sleep(0.5)
-    await asyncio.to_thread(export_records, str(tmp_path), "otlp", endpoint=url)  # the same once more
-    await asyncio.sleep(3)  # Phoenix writes behind its answer
+    await asyncio.to_thread(export_records, str(tmp_path), "otlp", endpoint=url)  # sent again
+    await asyncio.sleep(3)  # Phoenix writes after it has answered
     traces = await phoenix.shown("traces", include_spans="true")
     details = {span["context"]["span_id"]: span["attributes"] for span in await phoenix.shown("spans")}
     by_conversation = {}

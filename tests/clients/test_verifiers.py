@@ -1,4 +1,4 @@
-"""The bridge to verifiers, in its own environment: its taskset and harness, our sessions, its rewards."""
+"""The bridge to verifiers, in its own environment: verifiers' taskset and harness, our sessions, its rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PYTHON = ROOT / ".venv" / "clients" / "verifiers" / "bin" / "python"
 
 async def run_bridge(*arguments: str) -> tuple[list[list[str]], int]:
     """Return the words of each line that the bridge prints, and its exit status."""
-    paths = {"PATH": f"{PYTHON.parent}:{os.environ['PATH']}"}  # its harness is run by `uv`
+    paths = {"PATH": f"{PYTHON.parent}:{os.environ['PATH']}"}  # its harness is started by `uv`
     paths["PYTHONPATH"] = f"{ROOT}:{Path(__file__).parent / 'verifiers'}"
     program = str(ROOT / "examples" / "12_verifiers.py")
     pipe = asyncio.subprocess.PIPE

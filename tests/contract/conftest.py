@@ -1,8 +1,8 @@
-"""One `engine_case` an engine, started once a session.
+"""One `engine_case` per engine, started once per session.
 
-`tests/contract/vllm_case.py` holds `async start_vllm_case() -> EngineCase` and `async stop_vllm_case(case)`, and
-`tests/parts/sglang/sglang_case.py` has SGLang's. Each is imported only where its case runs: an engine that is not
-installed is skipped.
+`tests/contract/vllm_case.py` defines `async start_vllm_case() -> EngineCase` and `async stop_vllm_case(case)`;
+`tests/parts/sglang/sglang_case.py` does the same for SGLang. Each is imported only where its case runs: an engine
+that is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORT_WITH_DRAFTS = "test_logprobs_contract.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave what drafts seldom touch to `make test-long`."""
+    """Reserve tests that drafts rarely affect for `make test-long`."""
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         if params.get("engine_case") == "speculative" and item.path.name != SHORT_WITH_DRAFTS:
@@ -68,7 +68,7 @@ async def engine_case(
 
 @pytest.fixture
 async def case(engine_case: EngineCase) -> AsyncIterator[EngineCase]:
-    """The engine, idle and serving; after the test it has to become so again."""
+    """The engine, idle and serving; after the test it must become idle and serving again."""
     assert engine_case.engine.is_usable
     assert not engine_case.engine.is_paused
     yield engine_case

@@ -1,4 +1,4 @@
-"""How the contract suite drives an engine: requests read to their end or caught in their middle, whole updates."""
+"""Helpers with which the contract suite drives an engine: complete or interrupted requests, whole updates."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def generated(case: EngineCase, request: GenerateRequest) -> Generation:
-    """One call to its end, checked as every caller checks it."""
+    """Run one call to its end, and apply the checks of every caller."""
     generation = await asyncio.wait_for(case.engine.generate(request), TIMEOUT_S)
     check_generation(request, generation, case.engine.info.vocab_size)
     return generation
 
 
 class Reading:
-    """A streamed request being read by a task, so that a test can act in its middle."""
+    """A streamed request that a task reads, so that a test can act while it runs."""
 
     def __init__(self, case: EngineCase, request: GenerateRequest) -> None:
         self.request = request
@@ -61,7 +61,7 @@ class Reading:
         return self._task.done()
 
     async def middle(self, num_tokens: int = SOME_TOKENS) -> None:
-        """Wait until some tokens have come; fails if the request ended before."""
+        """Wait until some tokens have arrived; fail if the request ended before."""
         await until(lambda: self._task.done() or self.num_tokens >= num_tokens)
         assert not self._task.done(), "the generation ended before its middle: raise the case's long_tokens"
 
@@ -71,13 +71,13 @@ class Reading:
         return generation
 
     async def leave(self) -> None:
-        """Stop reading, as a client does that goes away."""
+        """Stop reading, like a client that disconnects."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
 
 async def commit_next(case: EngineCase, kv_policy: KVPolicy) -> WeightUpdate:
-    """One whole weight update, whose commit resumes the engine."""
+    """Run one whole weight update, whose commit resumes the engine."""
     update = case.next_update()
     await case.engine.stage(update)
     await case.engine.pause(PauseMode.KEEP, kv_policy)

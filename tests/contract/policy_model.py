@@ -19,16 +19,16 @@ from agentloop.types import BoolArray, Constraint, FloatArray
 from agentloop_servers.engines.common.constraints import structural_tag
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
-BFLOAT16_ROUNDING = 2.0**-8  # whose stream of residuals is rounded too
+BFLOAT16_ROUNDING = 2.0**-8  # unit roundoff of bfloat16, in which the residual stream is rounded too
 CPU_ROUNDING = 2.0**-24  # unit roundoff of float32
 NUM_SHARDS = int(os.environ.get("CONTRACT_TENSOR_PARALLEL", "1"))
 GPU_ROUNDING = 2.0**-10
-"""Of TF32, whose 10 bits of mantissa are cut: on GPUs the products of attention in float32 are made in it (Triton's
-`tl.dot` by default), the others in float32."""
+"""Unit roundoff of TF32, whose mantissa is truncated to 10 bits: GPUs use it for float32 attention products
+(the default of Triton's `tl.dot`), and float32 for others."""
 
 
 def write_poisoned(source: Path, target: Path) -> None:
-    """A checkpoint in perfect form whose first layer's weights are not numbers."""
+    """Write a well-formed checkpoint whose first layer's weights are NaN."""
     target.mkdir(parents=True)
     tensors = load_file(source / "model.safetensors")
     name = next(name for name in sorted(tensors) if name.endswith("q_proj.weight"))
@@ -48,7 +48,10 @@ def logits_of(folder: str, token_ids: Sequence[int], dtype: torch.dtype = torch.
 
 
 def logit_error(folder: str, dtype: str = "float32") -> float:
-    """Two rounded products a layer, in series: errors of random sign add up as the root of their number."""
+    """Return the relative error of the logits.
+
+    Each layer has two rounded products in series; errors of random sign add up as the root of their number.
+    """
     rounding = GPU_ROUNDING if torch.cuda.is_available() else CPU_ROUNDING
     if dtype == "bfloat16":
         rounding = BFLOAT16_ROUNDING

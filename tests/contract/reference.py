@@ -1,4 +1,4 @@
-"""The distribution that `SamplingParams` defines, written down once more from its docstring alone, in numpy."""
+"""The distribution that `SamplingParams` defines, implemented independently from its docstring, in numpy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def sampled_logprobs(
     *,
     slack: float = 0.0,
 ) -> FloatArray:
-    """The logprob of every id after `prompt_ids` and `reply_ids`; minus infinity for what cannot be sampled.
+    """Return the logprob of every id after `prompt_ids` and `reply_ids`; minus infinity for excluded ids.
 
-    `logits` are the model's, one an id; `allowed` are the ids that the turn's constraint allows. Every cut lies
-    `slack` nats lower, or higher if that is negative, and what is nearer than that to an id does not count before
-    it; the likeliest id stays.
+    `logits` are the model's, one per id; `allowed` are the ids that the turn's constraint allows. `slack` lowers
+    every cut by so many nats (negative values raise it); ids within `slack` of an id do not count before it. The
+    likeliest id is always kept.
     """
     logits = np.where(allowed, logits.astype(np.float64), -np.inf)
     for token_id, bias in sampling.logit_bias:
@@ -55,7 +55,7 @@ def sampled_logprobs(
         order = np.argsort(-logits, kind="stable")
         ordered, mass = -logits[order], np.exp(log_softmax(logits))[order].cumsum()
         num_before = np.arange(len(order))
-        if slack > 0:  # ids that are `slack` likelier at least
+        if slack > 0:  # ids that are at least `slack` likelier
             num_before = np.searchsorted(ordered, ordered - slack, side="left")
         elif slack < 0:
             num_before = np.searchsorted(ordered, ordered - slack, side="right") - 1

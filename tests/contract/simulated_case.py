@@ -14,7 +14,7 @@ from tests.contract.cases import EngineCase
 
 
 def write_checkpoint(directory: Path) -> str:
-    """A folder that is a readable checkpoint in form: one safetensors file with one tensor."""
+    """Write a folder that has the form of a readable checkpoint: one safetensors file with one tensor."""
     directory.mkdir(parents=True)
     header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
@@ -56,6 +56,6 @@ async def start_simulated_case(directory: Path, max_loras: int | None = None) ->
         failing_checkpoint,
         fresh=fresh,
         long_tokens=128,
-        adapter=lambda seed: checkpoints[seed % 2],  # its versions alone make it another
+        adapter=lambda seed: checkpoints[seed % 2],  # only its version makes it a different adapter
         unfit_adapters={"not a folder": str(directory / "missing")},
     )

@@ -1,6 +1,6 @@
-"""What the engine contract says of adapters by name: whose tokens a call has, what a push changes and refuses.
+"""The engine contract for adapters by name: which adapter a call uses, and the effects and errors of a push.
 
-The engine has places for two names. A test leaves no name and no call behind.
+The engine has slots for two names. Every test unloads its adapters and ends its calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.contract.cases import EngineCase
 from tests.contract.driving import TIMEOUT_S, Reading, generated, is_idle, until
 
 NAMES = ("one", "two")
-CLOSE = 0.02  # of a sampled token's logprob and its score
+CLOSE = 0.02  # between a sampled token's logprob and its score
 SAME, DIFFERENT = 0.005, 0.03  # mean difference of logprobs, within one model and from another
 VERSIONS: Iterator[int] = itertools.count(1)
 
@@ -56,7 +56,7 @@ async def push(case: EngineCase, name: str, seed: int, version: int | None = Non
 
 
 def is_alike(answer: Generation, other: Generation) -> bool:
-    """Tell if an answer begins as another one does. Both are clearly of one model, or clearly not."""
+    """Return True if an answer begins like another one. Both must clearly be from one model, or clearly not."""
     num_tokens = len(answer.token_ids)
     if answer.token_ids != other.token_ids[:num_tokens]:
         return False
@@ -70,7 +70,7 @@ def versions_of(generation: Generation) -> list[int]:
 
 
 async def test_calls_of_two_adapters_and_the_base_at_once_have_what_each_has_alone(adapted: EngineCase) -> None:
-    """All have one prompt: KV that one of them left would show in another's tokens."""
+    """All calls have one prompt: KV left by one of them would change another's tokens."""
     one, two = [await push(adapted, name, seed) for seed, name in enumerate(NAMES, start=1)]
     versions = {"": adapted.engine.weight_version, "one": one.version, "two": two.version}
     prompt = adapted.prompt()
@@ -98,7 +98,7 @@ async def test_logprobs_are_those_of_an_independent_model(adapted: EngineCase) -
             assert difference < SAME if other == folder else difference > DIFFERENT
 
 
-@pytest.mark.parametrize("num_streams", [1, 16])  # in pieces of the engine's, and polled
+@pytest.mark.parametrize("num_streams", [1, 16])  # in pieces from the engine, and polled
 async def test_calls_in_flight_end_under_the_version_they_began_with(adapted: EngineCase, num_streams: int) -> None:
     engine, num_tokens = adapted.engine, adapted.long_tokens
     old = await push(adapted, "one", seed=1)
@@ -118,7 +118,7 @@ async def test_calls_in_flight_end_under_the_version_they_began_with(adapted: En
         assert {span.version for delta in reading.deltas for span in delta.weight_versions} == {old.version}
     assert is_alike(await of_base.end(), base)
     await engine.unload_adapter("one")
-    await engine.load_adapter(new)  # alone now
+    await engine.load_adapter(new)  # it is the only load now
     for prompt, reading, old_answer, answer in zip(prompts, readings, before, after, strict=False):
         assert is_alike(await reading.end(), old_answer)
         again = await generated(adapted, under(adapted, "one", prompt))
@@ -168,7 +168,7 @@ async def test_an_adapter_in_use_is_not_unloaded_until_its_calls_ended(adapted: 
             with pytest.raises(DeadlineExceeded):
                 await reading.end()
         case _:
-            await push(adapted, "one", seed=2)  # the call is under an older version
+            await push(adapted, "one", seed=2)  # the call uses an older version
             with pytest.raises(AdapterInUse):
                 await engine.unload_adapter("one")
             await reading.end()
@@ -220,7 +220,7 @@ async def test_the_folder_of_a_push_may_go_at_once(adapted: EngineCase, tmp_path
         await adapted.engine.load_adapter(Adapter(name, next(VERSIONS), folder))
         shutil.rmtree(folder)
         found.append(await generated(adapted, under(adapted, name, prompt)))
-    for _ in range(8):  # older versions come and go beside it
+    for _ in range(8):  # older versions are loaded and unloaded next to it
         await push(adapted, "two", seed=3)
     assert is_alike(await generated(adapted, under(adapted, "one", prompt)), found[0])
 

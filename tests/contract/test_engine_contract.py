@@ -1,7 +1,7 @@
 """The engine contract (`agentloop/engine/interface.py`), proved for every engine by the same tests.
 
-How a test finds the middle of a generation: it asks for many tokens without a stop id and reads a stream until
-some have come. Nothing here sleeps for a fixed time to get there.
+To act in the middle of a generation, a test requests many tokens without a stop id and reads a stream until some
+have arrived. Tests do not sleep for a fixed time to get there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from agentloop.values.sampling import LogprobsMode
 from tests.contract.cases import EngineCase
 from tests.contract.driving import SOME_TOKENS, TIMEOUT_S, Reading, commit_next, generated, is_idle, merged, until
 
-# --- ids, logprobs, ends ----------------------------------------------------------------------------------
+# Ids, logprobs, ends
 
 
 async def test_greedy_ids_continue_their_own_prefix(case: EngineCase) -> None:
@@ -117,7 +117,7 @@ async def test_of_waiting_requests_those_of_lower_priority_numbers_go_first(case
         await generated(case, case.request(case.prompt(num_tokens=8), num_tokens, priority=priority))
         ended.append(priority)
 
-    # Seats get free one after the other; every request that waits then has one for two steps.
+    # Slots become free one after another; every waiting request then gets a slot for two steps.
     async with asyncio.TaskGroup() as running:
         for seat in range(num_seats):
             running.create_task(one(0, 48 + 3 * seat))
@@ -156,7 +156,7 @@ async def test_pieces_of_many_streams_join_tokens_and_leave_none_out(case: Engin
         assert (tuple(told.token_ids), tuple(told.logprobs)) == (whole.token_ids, whole.logprobs)
         assert (tuple(told.top_logprobs), told.weight_versions) == (whole.top_logprobs, whole.weight_versions)
         assert len(whole.token_ids) == num_tokens
-    if token_s < pace.wait_s(num_streams) / 2:  # else the engine is slower than its streams are looked at
+    if token_s < pace.wait_s(num_streams) / 2:  # otherwise the engine is slower than the polling of its streams
         assert max(len(reading.deltas) for reading in readings[num_unpaced:]) < num_tokens
     assert is_idle(case.engine)
 
@@ -233,7 +233,7 @@ async def test_max_tokens_is_cut_to_the_context(case: EngineCase) -> None:
     assert generation.finish_reason is FinishReason.LENGTH
 
 
-# --- bad requests -----------------------------------------------------------------------------------------
+# Bad requests
 
 
 async def test_a_prompt_without_room_is_refused(case: EngineCase) -> None:
@@ -261,7 +261,7 @@ async def test_a_bad_request_is_refused_and_disturbs_nobody(case: EngineCase, ki
     assert len((await reading.end()).token_ids) == case.long_tokens
 
 
-# --- pause and resume -------------------------------------------------------------------------------------
+# Pause and resume
 
 
 @pytest.mark.parametrize("kv_policy", list(KVPolicy))
@@ -285,7 +285,7 @@ async def test_no_token_is_sampled_during_a_pause(case: EngineCase) -> None:
     reading = Reading(case, case.request(case.prompt(), case.long_tokens))
     await reading.middle()
     await case.engine.pause(PauseMode.KEEP)
-    # What was sampled before the pause may still be on its way to the reader; after that nothing may come.
+    # Tokens sampled before the pause may still be in transit to the reader; after that nothing may arrive.
     await asyncio.sleep(0.1)
     num_before = reading.num_tokens
     await asyncio.sleep(0.2)
@@ -330,7 +330,7 @@ async def test_pause_abort_gives_the_tokens_so_far(case: EngineCase) -> None:
     reading = Reading(case, case.request(prompt, case.long_tokens))
     await reading.middle()
     await case.engine.pause(PauseMode.ABORT)
-    partial = await reading.end()  # before the resume: it ended now
+    partial = await reading.end()  # before the resume: it has ended now
     assert partial.finish_reason is FinishReason.ABORT
     assert SOME_TOKENS <= len(partial.token_ids) < case.long_tokens
     assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
@@ -363,7 +363,7 @@ async def test_a_request_sent_while_paused_is_never_lost(case: EngineCase, mode:
     assert answer.token_ids == expected.token_ids
 
 
-# --- abort and cancellation -------------------------------------------------------------------------------
+# Abort and cancellation
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
@@ -393,8 +393,11 @@ async def test_abort_of_an_unknown_id_changes_nothing(case: EngineCase) -> None:
 
 
 async def leaves_only(case: EngineCase, neighbour: Reading) -> None:
-    """The engine runs nothing but `neighbour`, and gets there before `neighbour`, which has far fewer tokens to
-    go than what was cancelled: so that did not just run to its end."""
+    """Check that the engine runs only `neighbour`, before `neighbour` ends.
+
+    `neighbour` has far fewer remaining tokens than the cancelled requests, so these did not simply run to their
+    end.
+    """
     await until(lambda: neighbour.is_done or case.engine.load().num_running == 1)
     assert not neighbour.is_done
     await neighbour.end()
@@ -427,7 +430,7 @@ async def test_a_stream_left_aborts_in_the_engine(case: EngineCase) -> None:
     await leaves_only(case, neighbour)
 
 
-# --- weight updates ---------------------------------------------------------------------------------------
+# Weight updates
 
 
 @pytest.mark.parametrize("kv_policy", list(KVPolicy))
@@ -463,7 +466,7 @@ async def test_a_commit_in_the_middle_opens_a_second_span(case: EngineCase, kv_p
 async def test_a_commit_ends_what_does_not_accept_its_version_and_nothing_else(
     case: EngineCase, resumes: bool
 ) -> None:
-    """A drain waits for such a request, and for no other; what is refused at the door never runs."""
+    """A drain waits only for requests that do not accept the new version; refused requests never run."""
     update, served = case.next_update(), case.engine.weight_version
     assert served is not None
     short, long = case.long_tokens // 4, case.long_tokens
@@ -479,7 +482,7 @@ async def test_a_commit_ends_what_does_not_accept_its_version_and_nothing_else(
     await case.engine.drain_pinned(update.version, 0.0)
     await case.engine.pause(PauseMode.KEEP)
     await case.engine.commit(update.version, resumes=resumes)
-    cut = await pinned.end()  # before a resume of its own
+    cut = await pinned.end()  # before its resume
     assert (cut.finish_reason, 0 < len(cut.token_ids) < long) == (FinishReason.REPLACED, True)
     assert [span.version for span in cut.weight_versions] == [served]
     await case.engine.resume()
@@ -587,7 +590,7 @@ async def test_a_commit_needs_a_pause_and_its_own_stage(case: EngineCase) -> Non
     await case.engine.commit(update.version)
     assert case.engine.weight_version == update.version
     with pytest.raises(Conflict):
-        await case.engine.commit(update.version)  # staged weights are used up
+        await case.engine.commit(update.version)  # the staged weights are consumed
     await case.engine.resume()
     assert (await generated(case, case.request(case.prompt(), 4))).weight_versions[0].version == update.version
 
@@ -655,7 +658,7 @@ async def test_a_failed_commit_makes_unusable_until_a_good_one(case: EngineCase,
         await case.engine.generate(case.request(case.prompt(), 4))
     good = await commit_next(case, KVPolicy.RECOMPUTE)
     assert case.engine.is_usable
-    # What was in flight was refused to its caller, or went on under the good weights; it saw no half-written ones.
+    # The request in flight failed, or continued under the good weights; it saw no half-written weights.
     (outcome,) = await asyncio.gather(reading.end(), return_exceptions=True)
     if isinstance(outcome, Generation):
         assert update.version not in {span.version for span in outcome.weight_versions}
@@ -693,7 +696,7 @@ async def test_a_push_with_every_slot_taken_succeeds_and_every_request_continues
     for reading in readings:
         await reading.middle(1)
     update = await commit_next(case, kv_policy)  # the canary check needs one more slot
-    # Under RECOMPUTE they are more than a step prefills: one of them is prefilled in two chunks.
+    # Under RECOMPUTE they need more than one step of prefill: one of them is prefilled in two chunks.
     await until(
         lambda: all(reading.deltas[-1].weight_versions[-1].version == update.version for reading in readings)
     )
@@ -702,7 +705,7 @@ async def test_a_push_with_every_slot_taken_succeeds_and_every_request_continues
         await reading.leave()
 
 
-# --- sleep and wake ---------------------------------------------------------------------------------------
+# Sleep and wake
 
 WEIGHTS = frozenset({MemoryTag.WEIGHTS})
 KV_CACHE = frozenset({MemoryTag.KV_CACHE})
@@ -738,7 +741,7 @@ async def test_a_sleep_loses_no_request_and_changes_no_token(
         assert engine.asleep == ALL_MEMORY
         assert engine.is_paused
     late = asyncio.create_task(generated(case, case.request(prompt, case.long_tokens)))
-    await asyncio.sleep(0.1)  # what was sampled before may still be on its way to the reader
+    await asyncio.sleep(0.1)  # tokens sampled before may still be in transit to the reader
     num_before = reading.num_tokens
     await asyncio.sleep(0.1)
     with pytest.raises(Conflict):
@@ -810,7 +813,7 @@ async def test_discarded_weights_are_unusable_until_a_commit_and_no_request_is_l
     await engine.wake(WEIGHTS)
     assert not engine.is_usable
     with pytest.raises(Conflict):
-        await engine.wake(KV_CACHE)  # there is nothing that could fill it
+        await engine.wake(KV_CACHE)  # no weights exist that could fill the cache
     await engine.stage(update)
     await engine.commit(update.version)
     await engine.wake(KV_CACHE)
@@ -841,7 +844,7 @@ async def test_an_engine_with_discarded_weights_sleeps_again(sleeper: EngineCase
     assert after.weight_versions[0].version == update.version
 
 
-# --- KV reuse and its events ------------------------------------------------------------------------------
+# KV reuse and its events
 
 
 async def test_a_repeated_prompt_reuses_kv(case: EngineCase) -> None:
@@ -880,7 +883,7 @@ async def test_no_trajectory_gets_kv_that_an_update_has_ended(case: EngineCase, 
     await commit_next(case, kv_policy)
     asking = replace(case.request(prompt, 4), kv_version=version)
     assert (await generated(case, asking)).cached_tokens == 0
-    await commit_next(case, KVPolicy.KEEP)  # which ends nothing
+    await commit_next(case, KVPolicy.KEEP)  # it ends no request
     again = replace(case.request(prompt, 4), kv_version=version)
     assert (await generated(case, again)).cached_tokens > 0
 

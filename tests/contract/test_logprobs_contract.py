@@ -1,4 +1,4 @@
-"""What the engine contract says of logprobs: which distribution they are under, recomputed from a record."""
+"""The engine contract for logprobs: the distribution that they describe, recomputed from a record."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.contract.driving import Reading, commit_next, generated
 from tests.contract.reference import log_softmax, sampled_logprobs
 
 STRICT = 1e-3
-"""How far a logprob may be from the recomputed one where the engine's arithmetic is as exact: float32's rounding
-over sums in another order is a tenth of it."""
-APART = 0.02  # two distributions that are not one differ by more at some token
+"""The largest difference of a logprob from the recomputed one if the engine's arithmetic is equally exact:
+float32 rounding over sums in another order is a tenth of it."""
+APART = 0.02  # two different distributions differ by more at some token
 NUM_TOKENS = 24
 MAX_ERRORS = 5.0  # standard errors of a sum over samples
-NUM_SLACKS = 17  # so that two cuts in a row are nearer than the bound
-NUM_ROUNDINGS = 2  # the engine and the rounded model each round in an order of their own
+NUM_SLACKS = 17  # so that two neighboring cuts are closer than the bound
+NUM_ROUNDINGS = 2  # the engine and the rounded model round in different orders
 BOOK = [
     {"type": "function", "function": {"name": "book", "parameters": {"properties": {"n": {"type": "integer"}}}}}
 ]
@@ -59,7 +59,7 @@ async def one(case: EngineCase, prompt: tuple[int, ...], wanted: dict[str, Any])
 
 
 async def test_raw_logprobs_come_beside_those_of_the_distribution(case: EngineCase) -> None:
-    """At temperature 1 with nothing else both are one; a bias shows in the first alone."""
+    """At temperature 1 with no other setting, both are equal; a bias changes only the sampled logprobs."""
     assert case.engine.info.logprobs_mode is LogprobsMode.BOTH
     prompt = case.prompt()
     plain = await one(case, prompt, {"num_top_logprobs": 3})
@@ -71,7 +71,7 @@ async def test_raw_logprobs_come_beside_those_of_the_distribution(case: EngineCa
         assert max(forced.raw_logprobs) < -0.1
         assert min(forced.logprobs) > -1e-3
     cool = await one(case, prompt, {"temperature": 0.5, "top_k": 1})
-    # In bfloat16 several ids may tie for the first place, and share it.
+    # In bfloat16 several ids may tie for the first place, and share its probability.
     shares = [-math.log(count) for count in range(1, 2 if case.logit_error < STRICT else 4)]
     assert all(min(abs(logprob - share) for share in shares) < 1e-5 for logprob in cool.logprobs)
     assert min(cool.raw_logprobs) < -0.05  # a trained policy may be certain of most of its likeliest tokens
@@ -94,7 +94,7 @@ def recomputable(case: EngineCase) -> EngineCase:
 
 
 def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: str) -> float:
-    """Recompute an answer's logprobs, sampled and raw, from what its record tells; return how far those differ."""
+    """Check an answer's sampled and raw logprobs against its record; return the largest difference between them."""
     assert case.logits_of is not None
     prompt, ids, constraint = request.token_ids, answer.token_ids, request.sampling.constraint
     told = turn_sampling(request.sampling, answer.logprobs_mode)
@@ -118,7 +118,7 @@ def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: 
             for at, token_id in enumerate(ids)
         ]
     )
-    # A token may be cut by the higher cuts; those that leave it say what its logprob may be.
+    # A token may be excluded by the higher cuts; the cuts that keep it bound its logprob.
     low = np.where(np.isfinite(found), found, np.inf).min(axis=1)
     high = found.max(axis=1)
     sampled = np.where(np.isfinite(found[:, 0]), found[:, 0], high)
@@ -132,30 +132,31 @@ def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: 
 
 
 def slacks(error: float) -> tuple[float, ...]:
-    """Return how far the cuts may lie from where they are, in nats: first not at all, then from side to side.
+    """Return the possible shifts of the cuts in nats: zero first, then evenly from the lowest to the highest.
 
-    An error of the logits puts a token that is at a cut on one side in one arithmetic and on the other side in
-    another, and what is kept is then divided by another sum: of a token that is barely kept, by that of the
-    tightest cut that keeps it. A token and what it is compared with may both be off.
+    An error of the logits can put a token near a cut on different sides in two arithmetics, and the kept tokens are
+    then divided by a different sum; for a token that is barely kept, it is the sum of the tightest cut that keeps
+    it. Both a token and the token that it is compared with may be off.
     """
     return 0.0, *np.linspace(-2 * error, 2 * error, NUM_SLACKS)
 
 
 def bound(errors: FloatArray, stretch: float) -> FloatArray:
-    """Return how far each logprob may be from the recomputed one: the precision of the engine, and no more.
+    """Return the largest allowed difference of each logprob from the recomputed one, given the engine's precision.
 
-    An error of a logprob is that of its row's logits, `errors`: the normaliser averages over the others. `stretch`
-    is what the sampling multiplies logits by. So the bound of a CPU in float32 is `STRICT`; of a GPU, whose float32
-    is TF32 in places, it is 0.06 for logits of 20 at temperature 1.
+    The error of a logprob is that of its row's logits, `errors`: the normalizer averages over the others. `stretch`
+    is the factor by which sampling multiplies logits. For a CPU in float32 the bound is `STRICT`; for a GPU, whose
+    float32 is TF32 in places, it is 0.06 for logits of 20 at temperature 1.
     """
     result: FloatArray = STRICT + stretch * errors
     return result
 
 
 async def test_logprobs_are_those_of_the_record_recomputed(recomputable: EngineCase) -> None:
-    """All settings at once: what shares a batch must not shape another's distribution."""
+    """All settings run concurrently: requests in one batch must not change each other's distribution."""
     case = recomputable
-    if case.checkpoint != case.checkpoints[0]:  # the other is so certain of its tokens that settings may look alike
+    # the other checkpoint is so certain that different settings may look equal
+    if case.checkpoint != case.checkpoints[0]:
         await commit_next(case, KVPolicy.RECOMPUTE)
     requests = {name: ask(case, case.prompt(), given) for name, given in SETTINGS.items()}
     can = case.engine.info.can.features
@@ -168,10 +169,10 @@ async def test_logprobs_are_those_of_the_record_recomputed(recomputable: EngineC
 
 
 async def test_repetition_is_as_likely_as_the_model_says(recomputable: EngineCase) -> None:
-    """An engine that drafts what was said before must not say it more often, nor record it as likelier.
+    """An engine that drafts repetitions must not sample them more often, nor record them as likelier.
 
-    The guess at each place is a function of what stands before it: what followed the latest place with the same
-    id. So its hits less their probabilities sum up to no more than chance.
+    The guess at each position is a function of the ids before it: the id that followed the latest occurrence of the
+    same id. So the sum of its hits minus their probabilities is within chance.
     """
     case = recomputable
     assert case.logits_of is not None

@@ -1,4 +1,4 @@
-"""What the engine contract says of sampling beyond temperature: alternatives, biases, penalties, constraints."""
+"""The engine contract for sampling beyond temperature: alternatives, biases, penalties, constraints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def constrainable(case: EngineCase) -> EngineCase:
     return case
 
 
-# --- alternatives, biases, penalties ----------------------------------------------------------------------
+# Alternatives, biases, penalties
 
 
 async def test_alternatives_come_with_each_token_streamed_or_not(case: EngineCase) -> None:
@@ -109,7 +109,7 @@ async def test_penalties_turn_to_what_was_not_said(case: EngineCase) -> None:
     often = await generated(case, case.request(prompt, 8, logit_bias=bias, frequency_penalty=2.0))
     once = await generated(case, case.request(prompt, 8, logit_bias=bias, presence_penalty=2.0))
     is_first_best = plain.token_ids == (5,) * 8
-    assert is_first_best or set(plain.token_ids) == {6}  # which of them leads is the model's to say
+    assert is_first_best or set(plain.token_ids) == {6}  # the model decides which of them leads
     assert set(often.token_ids) == {5, 6}
     assert once.token_ids[:2] in ((5, 6), (6, 5)) or not is_first_best
     prompt_only = await generated(case, case.request((5,) * 40, 1, logit_bias=bias, frequency_penalty=2.0))
@@ -173,7 +173,7 @@ async def test_at_temperature_0_logprobs_are_those_at_1_without_truncation(case:
     assert cut.logprobs == pytest.approx(greedy.logprobs, abs=1e-3)
 
 
-# --- constraints ------------------------------------------------------------------------------------------
+# Constraints
 
 
 async def test_an_engine_that_cannot_constrain_refuses(case: EngineCase) -> None:
@@ -196,7 +196,7 @@ async def test_a_constraint_is_kept_to_its_end(constrainable: EngineCase) -> Non
         value = json.loads(case.text_of(answer.token_ids[:-1]))
         assert value.keys() == {"is_ok", "level", "$ref"}
         assert value["level"] in (1, 2, 3)
-        # Logprobs are under the constraint: the only token allowed is certain, and all allowed ones sum to 1.
+        # Logprobs are under the constraint: the only allowed token is certain, and all allowed tokens sum to 1.
         assert any(len(top) == 1 for top in answer.top_logprobs)
         for logprob, top in zip(answer.logprobs, answer.top_logprobs, strict=True):
             if len(top) < NUM_TOP:
@@ -317,7 +317,7 @@ async def test_forced_calls_can_be_read(constrainable: EngineCase, parser_name: 
     requests = [case.request(case.prompt(seed), 400, seed=seed, **wanted) for seed in range(6)]
     answers = await asyncio.gather(*(generated(case, request) for request in requests))
     ended = [answer for answer in answers if answer.finish_reason is FinishReason.STOP]
-    assert len(ended) > len(answers) / 2  # at temperature 1 a string may go on for long
+    assert len(ended) > len(answers) / 2  # a string may be long at temperature 1
     for answer in ended:
         text = case.text_of(answer.token_ids[:-1])
         turn = parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), TOOLS, 0)

@@ -1,4 +1,4 @@
-"""What the engine contract says of scores: logprobs of a prompt's own tokens, under one version."""
+"""The engine contract for scores: logprobs of a prompt's own tokens, under one version."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ async def test_a_score_is_the_raw_logprob_of_what_was_sampled(scorer: EngineCase
 
 
 async def test_scores_are_those_of_an_independent_model(scorer: EngineCase) -> None:
-    """Ids that nothing would sample, side by side, of prompts longer than a window."""
+    """Ids that sampling would not produce, scored concurrently, in prompts longer than a window."""
     case = scorer
     if case.logits_of is None:
         pytest.skip("no independent model")
     prompts = [case.prompt(num_tokens=size) for size in (2, 255, 256, 257, 258, 700)]
     answers = await asyncio.gather(*(score(case, ids, 1, num_top_logprobs=2) for ids in prompts))
-    prompts += [prompts[-1][:600] + case.prompt(num_tokens=size) for size in (8, 90)]  # of which KV is cached
+    prompts += [prompts[-1][:600] + case.prompt(num_tokens=size) for size in (8, 90)]  # prompts with cached KV
     answers += [await score(case, ids, 600, num_top_logprobs=2) for ids in prompts[-2:]]
     assert case.engine.info.name != "vllm" or answers[-1].cached_tokens > 500
-    answers += [await score(case, prompts[-1], 1, num_top_logprobs=2)]  # of what is cached too
+    answers += [await score(case, prompts[-1], 1, num_top_logprobs=2)]  # scores a cached prompt too
     for ids, answer in zip([*prompts, prompts[-1]], answers, strict=True):
         start = len(ids) - len(answer.token_ids)
         expected = np.array([log_softmax(row) for row in case.logits_of(case.checkpoint, ids)[start - 1 : -1]])

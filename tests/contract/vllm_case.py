@@ -1,7 +1,7 @@
 """The real vLLM engine's case with the shipped policy: on the GPU if there is one, else on CPU.
 
-float32, because the suite compares greedy tokens across prefill and decode. No `fresh`: every start takes half a
-minute, and `tests/servers/engines/vllm/test_vllm_weights.py` makes that comparison once.
+float32, because the suite compares greedy tokens across prefill and decode. `fresh` is not set: every start takes
+half a minute, and `tests/servers/engines/vllm/test_vllm_weights.py` makes that comparison once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _TEMPORARY: list[Path] = []
 
 
 def vllm_config(model: Path, **changed: object) -> VllmConfig:
-    """A small engine. On CPU one thread: the tests' process runs beside it."""
+    """Return the config of a small engine.
+
+    On CPU it uses one thread, because the test process runs at the same time.
+    """
     fields: dict[str, object] = {
         "model": str(model),
         "initial_version": 0,
@@ -39,7 +42,7 @@ def vllm_config(model: Path, **changed: object) -> VllmConfig:
         "max_model_len": 1024,
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 128 * 2**20,
-        "gpu_memory_utilization": 0.1,  # that has to be free: others may be on the GPU
+        "gpu_memory_utilization": 0.1,  # must be free: other processes may use the GPU
         "tensor_parallel_size": NUM_SHARDS,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "enforce_eager": True,
@@ -49,7 +52,7 @@ def vllm_config(model: Path, **changed: object) -> VllmConfig:
 
 
 async def start_speculative_case() -> EngineCase:
-    """The same engine with drafts of n-grams at any load."""
+    """Start the same engine with n-gram drafts at any load."""
     case = await start_vllm_case(speculative=Speculative(num_tokens=3, max_running=64))
     return replace(case, name="vllm-speculative")
 
@@ -74,7 +77,7 @@ async def start_vllm_case(**changed: object) -> EngineCase:
 
     def spoil(directory: str) -> None:
         (Path(directory) / "spoil").touch()  # see `SpoilingWorker`
-        (Path(directory) / "model.safetensors").unlink()  # on CPU the commit reads it
+        (Path(directory) / "model.safetensors").unlink()  # on CPU the commit reads this file
 
     return EngineCase(
         "vllm",
@@ -93,7 +96,7 @@ async def start_vllm_case(**changed: object) -> EngineCase:
 
 
 async def start_adapters_case(folder: Path) -> EngineCase:
-    """An engine with places for two adapters by name."""
+    """Start an engine with slots for two adapters by name."""
     config = vllm_config(
         POLICY / "v0",
         logprobs_mode=LogprobsMode.BOTH,
@@ -143,7 +146,7 @@ def _unfit_adapters(folder: Path) -> dict[str, str]:
     cut = write_adapter(folder / "cut")
     content = (cut / "adapter_model.safetensors").read_bytes()
     (cut / "adapter_model.safetensors").write_bytes(content[:-8])
-    unloadable = write_adapter(folder / "unloadable")  # by vLLM alone: it adapts no embedding
+    unloadable = write_adapter(folder / "unloadable")  # rejected only by vLLM: it adapts an embedding
     num_ids, num_inputs = load_file(POLICY / "v0" / "model.safetensors")["model.embed_tokens.weight"].shape
     halves = {"A": torch.ones(4, num_inputs), "B": torch.ones(num_ids, 4)}
     embedding = {f"base_model.model.model.embed_tokens.lora_{half}.weight": one for half, one in halves.items()}

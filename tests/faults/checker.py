@@ -1,6 +1,6 @@
-"""What must be true of a schedule's history and of its store once all faults are over.
+"""Invariants of a schedule's history and of its store once all faults are over.
 
-Every function returns problems, so that one schedule tells all that is wrong with it.
+Every function returns problems, so that one schedule reports everything that is wrong with it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from tests.support.fleet.proving_policy import logprobs_of
 from tests.support.fleet.schedules import World
 from tests.support.fleet.whole_world import WholeWorld
 
-SETTLED_S = 1.0  # from a tool's answer, in a trajectory that is not young, until it is on a disk that is not slow
+# time from a tool's answer until it is on a disk that is not slow, in a trajectory that is not young
+SETTLED_S = 1.0
 
 
 def fleet_problems(world: WholeWorld) -> Iterator[str]:
-    """What is wrong with the fleet, asking engines rather than the registry."""
+    """Return problems of the fleet, from the engines rather than the registry."""
     desk = world.coordinator.replicas
     if desk.sync.progress is not None or desk.sync.desired.orders.is_paused:
         yield f"the controller is at {desk.sync.progress}, paused: {desk.sync.desired.orders.is_paused}"
@@ -54,7 +55,7 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
 
 
 def version_problems(world: World) -> Iterator[str]:
-    """What is wrong with the version that the fleet has come to."""
+    """Return problems of the version that the fleet has reached."""
     history, version = world.history, world.coordinator.replicas.fleet.weight_version
     committed = {done for link in world.links.values() for done in link.commits}
     reported = max((report.version for report in history.reports), default=None)
@@ -67,7 +68,7 @@ def version_problems(world: World) -> Iterator[str]:
 
 
 def lease_problems(world: WholeWorld) -> Iterator[str]:
-    """Places that nobody uses any more, and work that nobody does."""
+    """Return leases that are no longer used, and work without a worker."""
     replicas, rollouts = world.coordinator.replicas, world.coordinator.rollouts
     if replicas.balancer.num_holders:
         yield f"{replicas.balancer.num_holders} leases are held"
@@ -88,11 +89,11 @@ def lease_problems(world: WholeWorld) -> Iterator[str]:
 
 
 def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
-    """Accepted work without exactly one record, and records that were not handed on as they are."""
+    """Return accepted work without exactly one record, and records that were changed on delivery."""
     ledger = world.ledger
     for rollout_id, groups in ledger.accepted.items():
         wanted = {(group.group_id, index) for group in groups for index in range(group.num_samples)}
-        skipped = ledger.skipped[rollout_id]  # acknowledged: it may be deleted, and unread
+        skipped = ledger.skipped[rollout_id]  # acknowledged: it may be deleted before it is read
         read = {(one.group_id, one.sample_index) for one in ledger.delivered[rollout_id]}
         deleted = skipped | (read if rollout_id in ledger.acknowledging else set())
         for what, records, less in (
@@ -122,9 +123,9 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
 
 
 def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
-    """Groups with more complete samples than they keep, or with cancelled ones although they have fewer.
+    """Return groups that kept too many complete samples, or cancelled samples although they have too few.
 
-    Not of rollouts that clients cancelled, or whose records were deleted.
+    Rollouts that clients cancelled, or whose records were deleted, are not checked.
     """
     for rollout_id, groups in world.ledger.accepted.items():
         if rollout_id in world.ledger.cancelling | world.ledger.acknowledging:
@@ -133,7 +134,7 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
             own = [one for one in stored.get(rollout_id, []) if one.group_id == group.group_id]
             num_complete = sum(one.is_sound for one in own)
             if any(one.stop_reason is StopReason.ENGINE_FAILED for one in own) and group.task.weight_version:
-                continue  # one that had its place was lost with its worker, and its weights were gone then
+                continue  # a sample that counted was lost with its worker after its weights were gone
             num_cancelled = sum(one.stop_reason is StopReason.CANCELLED for one in own)
             wanted = group.num_samples if group.keep is None else group.keep
             if num_complete > wanted or (num_cancelled and num_complete < wanted):
@@ -144,7 +145,7 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
 
 
 def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
-    """Tokens that their version would not have said there, and spans that do not tile what was sampled."""
+    """Return tokens that their version would not have sampled there, and spans that do not tile the output."""
     accepted = world.ledger.accepted.items()
     demands = {(name, group.group_id): group.task.weight_version for name, groups in accepted for group in groups}
     for records in stored.values():
@@ -163,7 +164,7 @@ def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> It
 
 
 def staleness_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
-    """Tokens in a mask that are older than another of the same path allows."""
+    """Return tokens in a mask that are older than another token of the same path allows."""
     for name, groups in world.ledger.accepted.items():
         limits = {group.group_id: group.staleness for group in groups}
         for record in stored.get(name, []):
@@ -200,9 +201,9 @@ def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int], adapte
 
 
 def tool_problems(world: WholeWorld) -> Iterator[str]:
-    """Answers of tools that were on disk when their worker was killed, and that were asked for again.
+    """Return tool answers that were on disk when their worker was killed, and were requested again.
 
-    Where a living worker may be taken for a lost one, two run a trajectory for a while, and both ask.
+    If a living worker may be considered lost, two workers run a trajectory for a while, and both call the tool.
     """
     happened = world.history.counts
     if not world.network.is_perfect or any(
@@ -236,7 +237,7 @@ def tool_problems(world: WholeWorld) -> Iterator[str]:
 
 
 def state_problems(stored: dict[str, list[Trajectory]]) -> Iterator[str]:
-    """Answers of an environment that do not begin in the state that the answer before them left."""
+    """Return answers of an environment that do not start in the state that the previous answer left."""
     for record in (record for records in stored.values() for record in records):
         expected = FIRST_STATE
         for message in record.messages:
@@ -249,7 +250,7 @@ def state_problems(stored: dict[str, list[Trajectory]]) -> Iterator[str]:
 
 
 async def restart_problems(world: WholeWorld) -> list[str]:
-    """What a coordinator that started now would believe, if that is not so."""
+    """Return differences between the actual state and the state that a coordinator started now would restore."""
     version = world.coordinator.replicas.fleet.weight_version
     saved = await world.run_store.saved_state(FLEET_WEIGHTS, FleetWeights) or FleetWeights()
     if version and (saved.served is None or saved.served.version < version or saved.pending is not None):
@@ -258,7 +259,10 @@ async def restart_problems(world: WholeWorld) -> list[str]:
 
 
 def file_problems(world: WholeWorld) -> Iterator[str]:
-    """Journals of trajectories that have ended. One with a damaged header is removed only when it is old."""
+    """Return journals of trajectories that have ended.
+
+    A journal with a damaged header is removed only when it is old.
+    """
     left = [path for path in world.turns.rglob("*") if path.is_file() and path.stat().st_size]
     if left := [path for path in left if path.name.partition(".")[0] not in world.damaged_journals]:
         yield f"journals are left: {left}"

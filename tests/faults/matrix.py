@@ -1,6 +1,6 @@
-"""The table of faults and bad input: what must happen in each case, and the tests that make it happen.
+"""The table of faults and bad input: the required behavior in each case, and the tests that trigger it.
 
-python -m tests.faults.matrix     # writes docs/reference/faults.md
+python -m tests.faults.matrix  # writes docs/reference/faults.md
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HERMES = "parsers/test_hermes.py::test_"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case. `tests` are names under `tests/`; without any, `why_not` says the reason."""
+    """One case. `tests` are names under `tests/`; without tests, `why_not` gives the reason."""
 
     case: str
     expected: str
@@ -549,7 +549,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def page() -> str:
-    """Return the page: every case, what must happen, and the tests or the reason why there is none."""
+    """Return the page: every case, the required behavior, and the tests or the reason why there are no tests."""
     lines = [
         "# Faults and bad input",
         "",

@@ -1,15 +1,15 @@
-"""Many seeded schedules of faults in parallel; or one of them again.
+"""Run many seeded schedules of faults in parallel, or repeat one of them.
 
-python -m tests.faults.run                    # a thousand, of all ranges
-python -m tests.faults.run --count 10000
-python -m tests.faults.run --seed 4711        # one schedule, with a traceback
-python -m tests.faults.run --first 3000000 --count 200    # consecutive seeds of one range
+    python -m tests.faults.run                    # a thousand, of all ranges
+    python -m tests.faults.run --count 10000
+    python -m tests.faults.run --seed 4711        # one schedule, with a traceback
+    python -m tests.faults.run --first 3000000 --count 200    # consecutive seeds of one range
 
 Ranges of seeds, and their share of the schedules without --first:
         0...  weights are updated                    7 of 10
   1000000...  adapters are served by name            1 of 10
   2000000...  clients are trainers that take batches 1 of 10
-  3000000...  two models take turns on a GPU         1 of 10
+  3000000...  two models share a GPU in turns        1 of 10
 The seeds of earlier findings run in addition.
 """
 
@@ -41,7 +41,7 @@ _MIXTURE = (0, 0, 0, 0, 0, 0, 0, FIRST_OF_ADAPTERS, FIRST_OF_BATCHES, FIRST_OF_T
 
 
 class ScheduleTooLong(KeyboardInterrupt):
-    """A schedule has not ended in time. Event loops pass on no other kind of exception from a task."""
+    """A schedule exceeded its time limit. Event loops propagate only this kind of exception from a task."""
 
 
 def mixed_seeds(count: int) -> list[int]:
@@ -56,7 +56,7 @@ def mixed_seeds(count: int) -> list[int]:
 
 
 def run_batch(seeds: list[int]) -> tuple[Counter[str], dict[int, str]]:
-    """Run some schedules; returns what happened in them, and what is wrong by seed."""
+    """Run some schedules; returns their events, and the problems by seed."""
     _be_quiet()
     counts: Counter[str] = Counter()
     wrong = {}
@@ -70,7 +70,7 @@ def run_batch(seeds: list[int]) -> tuple[Counter[str], dict[int, str]]:
 
 
 def main() -> None:
-    """Run them, print every seed that found something, and exit with 1 if one did."""
+    """Run the schedules, print every seed with a problem, and exit with 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--first", type=int, help="consecutive seeds from this one, not a mixture of the ranges")
@@ -124,7 +124,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _be_quiet() -> None:
-    """Log nothing: what a schedule fills is the disk of the log too, where that goes to a file."""
+    """Disable logging: when a schedule fills the disk, a log file on it could not be written either."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 

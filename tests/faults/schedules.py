@@ -1,4 +1,4 @@
-"""One seeded schedule of faults over the whole service, from its start to the checks of what it leaves behind."""
+"""One seeded schedule of faults over the whole service, from its start to the checks of the resulting state."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support.fleet.whole_world import WholeWorld, make_groups
 
 MAX_HEALING_S = 120.0
 FOUND_SEEDS: tuple[int, ...] = (24, 29, 104, 119, 131, 199, 385, 675, 732, 3125, 7459, 8919)
-"""Schedules that found a fault once, before clients had words: they run without."""
+"""Schedules that found a fault before clients had words: they run without words."""
 FIRST_OF_ADAPTERS = 1_000_000
-"""From here on schedules have adapters by name in place of updates."""
+"""Schedules from this seed on have adapters by name instead of updates."""
 FIRST_OF_BATCHES = 2_000_000
-"""From here on clients are trainers that take batches, and carry what is unfinished or end it."""
+"""In schedules from this seed on, clients are trainers that consume batches, and carry or end unfinished groups."""
 FIRST_OF_TURNS = 3_000_000
-"""From here on the service has a second model, and both take turns on their accelerators."""
+"""In schedules from this seed on, the service has a second model, and both share their accelerators in turns."""
 NUM_SESSIONS = 3
 MAX_SWALLOWED_S = 30.0
 MAX_THREAD_END_S = 10.0
@@ -37,11 +37,11 @@ POISON_SHARES = (0.0, 0.0, 0.3)
 
 
 def run_schedule(seed: int) -> Counter[str]:
-    """Run one schedule and check what it leaves behind. Returns what happened in it. Raises AssertionError."""
+    """Run one schedule and check the resulting state. Returns its events. Raises AssertionError."""
     clock, shared = VirtualClock(), random.getstate()
     threads = set(threading.enumerate())
     folder = Path(tempfile.mkdtemp(prefix="schedule-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    random.seed(seed)  # the waits between attempts come from it
+    random.seed(seed)  # the waits between attempts depend on it
     try:
         checkpoint = folder / "checkpoint"
         checkpoint.mkdir()
@@ -57,7 +57,7 @@ def run_schedule(seed: int) -> Counter[str]:
         counts = clock.run(_schedule(world))
         left = set(threading.enumerate()) - threads
         for thread in left:
-            thread.join(MAX_THREAD_END_S)  # one that was told to end may need a moment of a busy host
+            thread.join(MAX_THREAD_END_S)  # a stopped thread may need a moment on a busy host
         assert not any(thread.is_alive() for thread in left), f"threads are left: {left}"
         return counts
     finally:
@@ -107,19 +107,22 @@ async def _schedule(world: WholeWorld) -> Counter[str]:
         await world.close()
     assert world.network.errors == []
     assert world.wire.problems == []
-    await world.clock.sleep(MAX_SWALLOWED_S)  # user code that ignores its end is only waited for
+    await world.clock.sleep(MAX_SWALLOWED_S)  # user code that ignores its cancellation is only waited for
     leaked = asyncio.all_tasks() - {asyncio.current_task()}
     assert not leaked, f"tasks are left: {leaked}"
     return world.counts() + _told(stored)
 
 
 async def _until_quiet(world: WholeWorld, clients: list[asyncio.Task[None]]) -> None:
-    """Wait until all is well, and see that it stays so. Raises AssertionError saying what is not."""
+    """Wait until the service is healthy, and check that it stays healthy.
+
+    Raises AssertionError with the problem.
+    """
     deadline = world.clock.now() + MAX_HEALING_S
     num_quiet = 0
     while num_quiet < 4:
         await world.clock.sleep(0.5)
-        if await world.needs_a_push():  # an update that was late has brought what nobody can give on
+        if await world.needs_a_push():  # a late update brought weights that no replica can pass on
             await world.push_until_done()
         problems = [
             *checker.fleet_problems(world),
@@ -136,7 +139,7 @@ async def _until_quiet(world: WholeWorld, clients: list[asyncio.Task[None]]) -> 
 
 
 async def _stored(world: WholeWorld) -> dict[str, list[Trajectory]]:
-    """Every record that the run's store has, by rollout, read as another process does."""
+    """Return every record in the run's store, by rollout, as another process reads it."""
     reader = TrajectoryReader(world.store_path)
     try:
         return {name: [record for _, record in reader.read(name, 0, 1 << 20)] for name in reader.rollouts()}

@@ -1,4 +1,4 @@
-"""Faults that schedules found, each as small as it can be."""
+"""Minimal reproductions of faults that schedules found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.fleet.worker import task
 
 
 class Refusing(FakeCoordinator):
-    """Takes no record."""
+    """Rejects every record."""
 
     async def finish_one(self, worker_id: str, trajectory: Trajectory) -> bool:
         await asyncio.sleep(10.0)

@@ -1,4 +1,4 @@
-"""The table of faults is whole, names tests that exist, and is what its page shows."""
+"""The table of faults is complete, names existing tests, and matches its page."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def groups() -> tuple[RolloutGroup, ...]:
 
 
 def held(world: WholeWorld) -> dict[str, Lease]:
-    """The leases of the rollout's samples, as the coordinator has them."""
+    """Return the leases of the rollout's samples, as the coordinator holds them."""
     leases = {name: world.coordinator.replicas.balancer.lease_of(name) for name in NAMES}
     return {name: lease for name, lease in leases.items() if lease is not None}
 
@@ -39,7 +39,8 @@ def test_workers_go_on_and_the_table_is_made_of_what_they_hold(tmp_path: Path, s
 
     async def main() -> None:
         world = WholeWorld(seed, clock, write_checkpoint(checkpoint), folder)
-        world.config = replace(world.config, restart_grace_s=3.0)  # all workers are heard in it, the unlucky too
+        # all workers report within this time, the slowest too
+        world.config = replace(world.config, restart_grace_s=3.0)
         await world.start()
         await world.heal()
         beating = asyncio.create_task(world.heartbeat())

@@ -1,7 +1,7 @@
 """The whole service under seeded schedules of faults, in virtual time.
 
-What happens is in `tests/support/fleet/`, what must be true then in `checker.py`. A failure names its seed:
-`python -m tests.faults.run --seed N` runs it again, exactly.
+`tests/support/fleet/` defines the events, `checker.py` the invariants. A failure names its seed: `python -m
+tests.faults.run --seed N` repeats it exactly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_schedules_with_adapters() -> None:
 
 
 def test_schedules_with_batches() -> None:
-    seeds = [*range(NUM_SEEDS), 34, 2071]  # the last two have found something
+    seeds = [*range(NUM_SEEDS), 34, 2071]  # the last two seeds have found faults
     totals, wrong = run_batch([FIRST_OF_BATCHES + seed for seed in seeds])
     assert not wrong
     for what in (
@@ -79,7 +79,7 @@ def test_schedules_with_turns_of_models() -> None:
 def test_in_schedules_everything_happens() -> None:
     totals, wrong = run_batch(list(range(ENOUGH_SEEDS)))
     assert not wrong
-    # A harness in which nothing goes wrong proves nothing.
+    # A harness that injects no faults proves nothing.
     for what in (*Fault, *HAPPENINGS):
         assert totals[what] > 0, f"{what} never happened in {totals}"
 

@@ -1,11 +1,11 @@
-"""LoRA adapters by name on one engine: what many cost beside one, and what a push disturbs.
+"""LoRA adapters by name on one engine: the cost of many adapters compared with one, and the effect of a push.
 
     python -m tests.gpu.adapters --out runs/adapters.json
     python -m tests.gpu.adapters --device cpu --shape tiny --window-s 3 --at-once 16
 
-Two vLLM engines share the device, one without LoRA and one with places for all adapters; one at a time has a load.
-Steady windows come first: the base without LoRA, then in turn all calls under one adapter, or spread over all. Then
-the adapters get new versions under load, while a few streams note the time between their tokens.
+Two vLLM engines share the device, one without LoRA and one with slots for all adapters; one at a time has a load.
+Steady windows come first: the base without LoRA, then alternately all calls under one adapter and calls spread over
+all. Then the adapters get new versions under load, while a few streams record the time between their tokens.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from tests.benchmarks.shapes import SHAPES, Shape, random_prompts
 
 PROMPT_TOKENS, MAX_TOKENS = 64, 128
 STREAM_TOKENS = 512
-RETRY_S = 0.1  # of a push that found all places pinned
-STEADY_S = 5.0  # of streams without a push, to compare with
+RETRY_S = 0.1  # after a push found all slots pinned
+STEADY_S = 5.0  # reference: streams without a push
 NUMBERS = itertools.count()
 
 
 @dataclass
 class Calls:
-    """What became of the calls, and the times between two tokens of the streams among them."""
+    """The results of the calls, and the times between two tokens of the streams among them."""
 
     num_answered: int = 0
     num_failed: int = 0
-    gaps: list[tuple[float, float]] = field(default_factory=list)  # when it ended, and its seconds
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # end time and length in seconds
 
     def longest_gap_s(self, began_at: float, ended_at: float) -> float:
         return max((gap_s for at, gap_s in self.gaps if began_at <= at and at - gap_s <= ended_at), default=0.0)
@@ -57,14 +57,14 @@ class Calls:
 
 @dataclass
 class Served:
-    """An engine with its adapters, and which versions a call may have."""
+    """An engine with its adapters, and the versions that a call may have."""
 
     engine: VllmEngine
     shape: Shape
     versions: dict[str, set[int]] = field(default_factory=dict)
 
     async def push(self, name: str, version: int, folder: Path) -> tuple[float, int]:
-        """Returns the seconds of the load, and how often all places were pinned before."""
+        """Push a version; returns the seconds of the load, and how many attempts found all slots pinned."""
         self.versions.setdefault(name, set()).add(version)
         for num_refused in itertools.count():
             began_at = time.monotonic()
@@ -77,7 +77,7 @@ class Served:
 
 
 def write_adapter(shape: Shape, folder: Path, rank: int, seed: int, device: str) -> Path:
-    """A random adapter of all linear layers."""
+    """Write a random adapter of all linear layers."""
     generator, tensors = torch.Generator(device=device).manual_seed(seed), {}
     for name, size in shape.tensors():
         if "_proj" in name:
@@ -112,7 +112,7 @@ def engine_of(options: argparse.Namespace, **lora: Any) -> VllmEngine:
 
 @asynccontextmanager
 async def loaded(served: Served, names: Sequence[str], num_at_once: int) -> AsyncIterator[Calls]:
-    """Keep calls running within the block, spread over adapters; wait for their ends."""
+    """Keep calls running within the block, spread over adapters; wait until they end."""
     calls, ends = Calls(), asyncio.Event()
 
     async def one(name: str, prompt: tuple[int, ...]) -> None:
@@ -137,7 +137,7 @@ async def loaded(served: Served, names: Sequence[str], num_at_once: int) -> Asyn
 
 
 async def note_gaps(served: Served, name: str, calls: Calls, ends: asyncio.Event) -> None:
-    """Read streams under an adapter, and note the time between two pieces of each."""
+    """Read streams under an adapter, and record the time between two pieces of each."""
     [prompt] = random_prompts(served.shape, 1, PROMPT_TOKENS, seed=1)
     while not ends.is_set():
         last_at = None
@@ -153,7 +153,7 @@ def request_of(name: str, prompt: tuple[int, ...], max_tokens: int) -> GenerateR
 
 
 async def window(served: Served, names: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of a steady load."""
+    """Return the tokens per second of a steady load."""
     async with loaded(served, names, options.at_once) as calls:
         await asyncio.sleep(options.settle_s)
         began_at, before = time.monotonic(), served.engine.load().num_sampled_tokens
@@ -164,7 +164,7 @@ async def window(served: Served, names: Sequence[str], options: argparse.Namespa
 
 
 async def pushes(served: Served, folders: Sequence[Path], options: argparse.Namespace) -> dict[str, Any]:
-    """New versions of all adapters in turn, under load."""
+    """Push new versions of all adapters one after another, under load."""
     names, ends, loads = list(served.versions), asyncio.Event(), []
     async with loaded(served, names, options.at_once) as calls:
         streams = [asyncio.create_task(note_gaps(served, name, calls, ends)) for name in names]

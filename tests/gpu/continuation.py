@@ -1,4 +1,4 @@
-"""The acceptance of asynchronous weight updates, on a whole service: a fresh engine says what follows an update.
+"""Acceptance test of asynchronous weight updates on a whole service, against a fresh engine on the new weights.
 
     python -m tests.gpu.continuation --transport nccl     # trainer's tensors on GPU 1, service on GPU 0
     python -m tests.gpu.continuation --transport ipc      # both on GPU 0
@@ -9,13 +9,14 @@
     python -m tests.gpu.continuation --device cpu --shape tiny     # over shared memory
     python -m tests.gpu.continuation --device cpu --shape tiny --transport native-gloo
 
-Greedy requests are in flight when `client.update_weights(tensors)` comes, policy RECOMPUTE. Then a fresh engine on
-the new weights, given prompt + the tokens of version 0, must sample exactly the tokens of version 1, for every
-prompt. What came before the update must be what an undisturbed run sampled. On GPUs the engine is batch-invariant,
-so that no near tie can hide a difference or make one. The exit status says whether all were equal. Without that
-mode, which narrows NCCL (`--no-batch-invariant`), roundings part the ways of most within some hundred tokens: only
-the first token after the update is asked for, and half of them have to be equal. `--more`: so many further updates
-while requests run, for times of warm connections.
+Greedy requests are in flight when `client.update_weights(tensors)` is called, with policy RECOMPUTE. Then a fresh
+engine on the new weights, given prompt + the tokens of version 0, must sample exactly the tokens of version 1, for
+every prompt. The tokens before the update must equal those of an undisturbed run. On GPUs the engine is
+batch-invariant, so that no near tie can hide or cause a difference. The exit status is 0 if all were equal.
+
+`--no-batch-invariant` turns that mode off, which restricts NCCL. Rounding then makes most continuations diverge
+within some hundred tokens, so only the first token after the update is compared, and half of them have to be equal.
+`--more`: number of further updates while requests run, for times of warm connections.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_ve
 from tests.gpu.policy import service_config, show_gpus, write_policy
 from tests.parts.contracts.sglang_group_trainer import SglangTrainer
 
-UPDATE_AT = 0.4  # of an undisturbed run's duration
-MIN_EQUAL = 0.5  # of prompts, where batches round differently; wrong weights make nearly all differ
+UPDATE_AT = 0.4  # share of an undisturbed run's duration
+MIN_EQUAL = 0.5  # share of prompts, when batches round differently; wrong weights make nearly all differ
 SPACING_S = 0.7  # between further updates
 CONTEXT_TOKENS = 1024
 NCCL_SETTINGS = {
@@ -57,46 +58,47 @@ NCCL_SETTINGS = {
     "NCCL_ALGO": "ring,tree;allreduce:tree",
     "NCCL_NTHREADS": "1",
 }
-"""What batch-invariant vLLM 0.32 sets in its workers: the trainer's group with them needs the same."""
+"""The settings of batch-invariant vLLM 0.32 in its workers: the trainer's process group with them needs the
+same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of all prompts. All but tokens are numbers of prompts."""
+    """Results over all prompts. All fields except the token count are numbers of prompts."""
 
     num_prompts: int
     num_old_tokens: int  # sampled before the update
     num_new_tokens: int
-    num_mixed: int  # have tokens of both versions
-    num_equal_before: int  # begin as the undisturbed run did
-    num_equal_after: int  # go on exactly as the fresh engine does, as far as it was asked
-    num_changed: int  # go on otherwise than the undisturbed run: the new weights are other weights
+    num_mixed: int  # answers with tokens of both versions
+    num_equal_before: int  # same beginning as the undisturbed run
+    num_equal_after: int  # same continuation as the fresh engine, for the tokens compared
+    num_changed: int  # other continuation than the undisturbed run: the new weights differ
 
     @property
     def is_exact(self) -> bool:
-        """Tell if every prompt is equal, before the update and after it."""
+        """Return True if every prompt is equal, before and after the update."""
         return self.num_equal_before == self.num_equal_after == self.num_prompts
 
     def is_right(self, least_equal: float) -> bool:
-        """Tell if this share of the prompts is equal, and the update came in their middle and changed them."""
+        """Return True if this share of the prompts is equal, and the update hit them midway and changed them."""
         equal = min(self.num_equal_before, self.num_equal_after) >= least_equal * self.num_prompts
         return equal and self.num_mixed >= 0.75 * self.num_prompts and self.num_changed >= 0.9 * self.num_mixed
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the service answered."""
+    """The answers of the service."""
 
     prompts: Sequence[tuple[int, ...]]
     undisturbed: Sequence[Generation]
     answers: Sequence[Generation]
-    reports: Sequence[UpdateReport]  # the first is of the update that is checked
+    reports: Sequence[UpdateReport]  # the first one is of the checked update
 
 
 async def run_service(
     config: ServiceConfig, run_dir: Path, tensors: dict[str, torch.Tensor], options: argparse.Namespace
 ) -> Run:
-    """All prompts once undisturbed, and once with the update in the middle."""
+    """Run all prompts once undisturbed, and once with the update in the middle."""
     shape = SHAPES[options.shape]
     prompts = [prompt[: 16 + 3 * n] for n, prompt in enumerate(random_prompts(shape, options.prompts, 128))]
     async with running_service(config, run_dir) as url, RolloutClient(url) as client:
@@ -126,9 +128,9 @@ async def run_service(
                 return await client.update_weights(
                     tensors.items(), version=version, kv_policy=kv_policy, transport=options.transport
                 )
-            return (await client.status()).updates[-1]  # the service's own policy is to recompute
+            return (await client.status()).updates[-1]  # RECOMPUTE is the service's own policy
 
-        await answer_all(8)  # the first calls warm up, of each replica
+        await answer_all(8)  # the first calls warm up each replica
         began_at = time.perf_counter()
         undisturbed = await answer_all()
         duration_s = time.perf_counter() - began_at
@@ -149,7 +151,7 @@ async def run_service(
 
 
 async def compare(engine: Engine, run: Run, most: int | None) -> Outcome:
-    """Ask a fresh engine on the new weights for every continuation, or for its first `most` tokens."""
+    """Compare every continuation, or its first `most` tokens, with a fresh engine on the new weights."""
     are_equal = await asyncio.gather(
         *(_goes_on(engine, n, prompt, run.answers[n], most) for n, prompt in enumerate(run.prompts))
     )
@@ -169,7 +171,7 @@ async def compare(engine: Engine, run: Run, most: int | None) -> Outcome:
 async def _goes_on(
     engine: Engine, number: int, prompt: tuple[int, ...], answer: Generation, most: int | None
 ) -> bool:
-    """Tell if the fresh engine says what came after the update."""
+    """Return True if the fresh engine samples the tokens that followed the update."""
     left = answer.token_ids[num_old(answer) :][:most]
     if not left:
         return True
@@ -179,12 +181,12 @@ async def _goes_on(
 
 
 def num_old(answer: Generation) -> int:
-    """How many tokens were sampled under version 0."""
+    """Return the number of tokens sampled under version 0."""
     return sum(span.end - span.start for span in answer.weight_versions if span.version == 0)
 
 
 async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Sequence[UpdateReport]]:
-    """The whole check. Raises TimeoutError at the deadline."""
+    """Run the whole check. Raises TimeoutError at the deadline."""
     shape = SHAPES[options.shape]
     device = torch.device("cpu" if options.device == "cpu" else options.trainer_device)
     tensors = make_tensors(shape, device, getattr(torch, options.dtype), version=0)
@@ -234,7 +236,7 @@ UPDATE_COLUMNS = (
 
 
 def update_rows(report: UpdateReport) -> list[tuple[object, ...]]:
-    """A row for each replica of an update."""
+    """Return one row per replica of an update."""
     return [
         (
             report.version,
@@ -261,7 +263,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     native = ("native-ipc", "native-nccl", "native-gloo")  # vLLM's own trainer helper
-    slime = ("slime-nccl", "slime-gloo")  # SGLang's verbs and a group of the trainer's own
+    slime = ("slime-nccl", "slime-gloo")  # SGLang's verbs and the trainer's own process group
     parser.add_argument("--transport", choices=("nccl", "ipc", "shm", "auto", *native, *slime))
     parser.add_argument("--tp", type=int, default=1, help="the replica's tensor-parallel size; transport auto")
     parser.add_argument("--dp", type=int, default=1, help="its data-parallel size; transport auto")
@@ -283,7 +285,7 @@ def main() -> None:
     if options.batch_invariant is None:
         options.batch_invariant = not is_cpu
     if options.batch_invariant:
-        # Before vLLM is imported or NCCL used anywhere; children inherit it.
+        # Set before vLLM is imported or NCCL used anywhere; child processes inherit it.
         os.environ |= NCCL_SETTINGS
     options.is_exact = options.batch_invariant or is_cpu
     with tempfile.TemporaryDirectory() as work:

@@ -1,14 +1,14 @@
-"""What following a store of published versions costs a service under load, beside directory pushes of the same.
+"""The cost of following a store of published versions under load, compared with directory pushes.
 
     python -m tests.gpu.deltas --engine vllm --shape qwen3-4b --out runs/deltas.json
     python -m tests.gpu.deltas --engine vllm --device cpu --shape tiny --at-once 4       # a rehearsal
 
-One replica, requests all the time. For 0.5 %, 3 % and 100 % changed bytes a version is published as a delta to the
-last one and followed; then the folder that the host made of it is pushed as the next version. Of both: the stage
-(for the delta with fetching, unpacking, checking and writing), the pause, and the time until the replica serves it;
-of the delta also its size, and the seconds to encode and to store it. Right if every update is served, no request
-fails, and the host's folder is what was published, byte for byte. Needs eight times the checkpoint in `TMPDIR`: on
-a slow disk the writing is all that is measured.
+One replica, with requests running all the time. For 0.5 %, 3 % and 100 % changed bytes, a version is published as a
+delta to the previous one and followed; then the folder that the host built from it is pushed as the next version.
+Both measure the stage (for the delta including fetching, unpacking, checking and writing), the pause, and the time
+until the replica serves the version; the delta also measures its size, and the seconds to encode and to store it.
+The run passes if every update is served, no request fails, and the host's folder equals the published version byte
+for byte. Needs eight times the checkpoint in `TMPDIR`: on a slow disk, disk writes dominate the figures.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ RUN = "deltas"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One version: by the store, and the same by a directory. Times in seconds, pauses in milliseconds."""
+    """One version through the store, and the same through a directory. Times in seconds, pauses in milliseconds."""
 
     share: float
-    size: float  # of the checkpoint's
+    size: float  # as a share of the checkpoint's size
     encode_s: float
     upload_s: float
-    prepare_s: float  # the stage
+    prepare_s: float  # duration of the stage
     pause_ms: float
     converged_s: float  # since the pointer moved
     push_prepare_s: float
@@ -56,7 +56,10 @@ class Row:
 
 
 def varied(tensors: Sequence[TensorBytes], share: float, seed: int, itemsize: int) -> list[TensorBytes]:
-    """The tensors with this share of bytes changed: low bits of values, or all bytes; all stay finite."""
+    """Return the tensors with this share of bytes changed: low bits of values, or all bytes.
+
+    All values stay finite.
+    """
 
     def tensor(number: int, one: TensorBytes) -> TensorBytes:
         def load() -> Any:
@@ -74,7 +77,7 @@ def varied(tensors: Sequence[TensorBytes], share: float, seed: int, itemsize: in
 
 
 def is_equal(folder: Path, expected: Sequence[TensorBytes]) -> bool:
-    """Compare a folder with what was published."""
+    """Return True if a folder equals the published version."""
     made = {one.name: one for one in tensors_of(folder)}
     return made.keys() == {one.name for one in expected} and all(
         np.array_equal(made[one.name].load(), one.load()) for one in expected
@@ -87,7 +90,7 @@ async def generate_for_ever(client: RolloutClient, prompt: Sequence[int], max_to
 
 
 async def served(client: RolloutClient, version: int) -> UpdateReport:
-    """Wait until the fleet serves a version, and its report is there."""
+    """Wait until the fleet serves a version, and its report exists."""
     while True:
         status = await client.status()
         if reports := [one for one in status.updates if one.version == version]:
@@ -96,7 +99,7 @@ async def served(client: RolloutClient, version: int) -> UpdateReport:
 
 
 async def measure(options: argparse.Namespace, work: Path) -> list[Row]:
-    """Publish, follow and push. Raises what a request or an update raises."""
+    """Publish, follow and push. Raises the error of a failed request or update."""
     config, folder = config_of(options, work), model_folder(options.shape, options.device)
     prompts = random_prompts(SHAPES[options.shape], options.at_once, 64)
     publisher = open_publisher(PublishOptions(str(work / "store"), RUN, cache=str(work / "cache"), full_every=99))
@@ -178,7 +181,7 @@ def config_of(options: argparse.Namespace, work: Path) -> ServiceConfig:
 
 
 def main() -> None:
-    """Print the table; exit with 1 if an update was not what was published."""
+    """Print the table; exit with 1 if an update differs from the published version."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

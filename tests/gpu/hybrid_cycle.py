@@ -1,19 +1,19 @@
-"""Engine and trainer on the same GPUs: sleep, a training step, new weights, and on with the same requests.
+"""Engine and trainer on the same GPUs: sleep, a training step, new weights, and the same requests continue.
 
     python -m tests.gpu.hybrid_cycle --shape qwen3-4b --out runs/hybrid.json
     python -m tests.gpu.hybrid_cycle --shape qwen3-4b --ranks 2 --tp 2 --kv-gib 24   # on two GPUs
     python -m tests.gpu.hybrid_cycle --shape qwen3-4b --ranks 2 --apart --replicas 2   # on four
     python -m tests.gpu.hybrid_cycle --device cpu --shape tiny [--ranks 2]     # simulated engine
 
-A cycle: 64 requests start; `client.sleep(level)` in their middle; one AdamW step of the same model in this process;
-`client.update_weights(model.named_parameters())`, which wakes the engine; all requests run to their ends. Some
-cycles for each level. With `--ranks` FSDP2 shards the model over as many processes, of which this one is rank 0;
-all step and push together. Before the requests go on, every rank's device is idle: a rank that waited within a
-collective would take turns with the engine on its GPU. Memory is what all processes together have in use on the
-first GPU.
+A cycle: 64 requests start; `client.sleep(level)` midway; one AdamW step of the same model in this process;
+`client.update_weights(model.named_parameters())`, which wakes the engine; all requests run to their ends. Each
+level has some cycles. With `--ranks`, FSDP2 shards the model over that many processes, of which this one is rank 0;
+all step and push together. Every rank's device is idle before the requests continue, because a rank that waits
+within a collective would share its GPU with the engine. Memory is the use by all processes together on the first
+GPU.
 
-`--apart`: the engines have GPUs of their own, before the trainer's. Nothing sleeps (level 0): the step comes before
-the requests, and the push in their middle. Of several replicas a row is of the one that stood still longest.
+`--apart`: the engines have their own GPUs, before the trainer's. Nothing sleeps (level 0): the step precedes the
+requests, and the push happens midway. With several replicas, a row is that of the replica with the longest pause.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ APART = (0,)
 CONTEXT_TOKENS = 2048
 PROMPT_TOKENS = 128
 BATCH = (4, 512)  # sequences and tokens of a training step
-SLEEP_AFTER_S = 0.5  # of generation
-END_S = 30.0  # of another rank, and for its device to be idle after an update
+SLEEP_AFTER_S = 0.5  # after the start of generation
+END_S = 30.0  # limit for another rank to end, and for its device to become idle after an update
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
     """One cycle. Memory in GB, None without a GPU."""
 
-    level: int  # 0: awake
+    level: int  # 0: no sleep
     sleep_ms: float
     step_ms: float
     update_ms: float  # wake, transfer, swap and resume
@@ -68,12 +68,12 @@ class Cycle:
     verify_ms: float
     used_awake_gb: float | None
     used_asleep_gb: float | None
-    used_training_gb: float | None  # right after the step
+    used_training_gb: float | None  # in use right after the step
     used_again_gb: float | None
     transport: str | None
     num_requests: int
     num_mixed: int  # answers with tokens from before and from after
-    num_lost: int  # requests that failed, or whose answer is not whole
+    num_lost: int  # requests that failed, or whose answer is incomplete
 
     @property
     def given_back_gb(self) -> float | None:
@@ -83,7 +83,7 @@ class Cycle:
 
 
 class Trainer:
-    """A transformers model with AdamW, on this process's device: whole, until `begin` shards it over all ranks."""
+    """A transformers model with AdamW on this process's device; `begin` shards it over all ranks."""
 
     def __init__(self, options: argparse.Namespace, rank: int = 0) -> None:
         self.shape: Shape = SHAPES[options.shape]
@@ -102,7 +102,7 @@ class Trainer:
         set_version(shape, self.tensors(), 0)
 
     def begin(self) -> None:
-        """Shard the model, if there are other ranks, and make the optimizer."""
+        """Shard the model if there are other ranks, and create the optimizer."""
         if dist.is_initialized():
             for layer in self.model.model.layers:
                 fully_shard(layer)
@@ -112,13 +112,13 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Under checkpoint names, each once."""
+        """Yield each tensor once, under its checkpoint name."""
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def step(self) -> float:
-        """One step on random tokens; returns the loss. What it needed for itself is free again."""
+        """Run one step on random tokens; returns the loss. Its temporary memory is released."""
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread
+            torch.cuda.set_device(self.device)  # sets this thread's device
         tokens = torch.randint(0, self.shape.vocab, BATCH, device=self.device)
         loss = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -133,9 +133,9 @@ class Trainer:
 
 @contextmanager
 def other_ranks(options: argparse.Namespace) -> Iterator[Sequence[Connection]]:
-    """Start the ranks beside this one; each takes the service's URL, then a version a cycle, and ends at None.
+    """Start the other ranks; each receives the service's URL, then one version per cycle, and ends at None.
 
-    It answers a version once the update is over and its device is idle.
+    A rank answers a version once the update is over and its device is idle.
     """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -155,13 +155,13 @@ def other_ranks(options: argparse.Namespace) -> Iterator[Sequence[Connection]]:
 
 
 def tell(ranks: Sequence[Connection], what: object) -> None:
-    """Send it to each rank."""
+    """Send a message to each rank."""
     for rank in ranks:
         rank.send(what)
 
 
 def await_idle(ranks: Sequence[Connection]) -> None:
-    """Wait until this rank's device is idle and each of the others says so of its own. Raises TimeoutError."""
+    """Wait until the devices of this rank and of all others are idle. Raises TimeoutError."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     for number, rank in enumerate(ranks, start=1):
@@ -180,7 +180,7 @@ async def _take_part(options: argparse.Namespace, rank: int, pipe: Connection) -
     trainer.begin()
     async with RolloutClient(await asyncio.to_thread(pipe.recv)) as client:
         while (version := await asyncio.to_thread(pipe.recv)) is not None:
-            trainer.step()  # in this thread, whose device is this rank's
+            trainer.step()  # runs in this thread, whose device is this rank's
             await client.update_weights(trainer.model.named_parameters(), version=version)
             await_idle(())
             pipe.send(version)
@@ -195,7 +195,7 @@ async def cycle(
     level: int,
     version: int,
 ) -> Cycle:
-    """One cycle; `version` is the new weights'."""
+    """Run one cycle; `version` is the version of the new weights."""
     step_ms, sleep_ms, used_asleep = 0.0, 0.0, None
     if not level:
         step_ms = await _step(trainer, ranks, version)
@@ -250,7 +250,7 @@ async def cycle(
 
 
 async def _step(trainer: Trainer, ranks: Sequence[Connection], version: int) -> float:
-    """One training step of all ranks, in milliseconds; the others go on to push that version."""
+    """Run one training step of all ranks; returns milliseconds. The other ranks then push that version."""
     tell(ranks, version)
     began_at = time.perf_counter()
     await asyncio.to_thread(trainer.step)
@@ -259,7 +259,7 @@ async def _step(trainer: Trainer, ranks: Sequence[Connection], version: int) -> 
 
 
 def ms_since(began_at: float) -> float:
-    """Milliseconds of `time.perf_counter`."""
+    """Return the milliseconds since a `time.perf_counter` value."""
     return (time.perf_counter() - began_at) * 1000
 
 
@@ -278,7 +278,7 @@ def _is_whole(answer: Generation, num_tokens: int) -> bool:
 
 
 def used_gb() -> float | None:
-    """In use on the first GPU, by all processes."""
+    """Return the memory in use on the first GPU, by all processes."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(0)
@@ -286,7 +286,7 @@ def used_gb() -> float | None:
 
 
 async def run(options: argparse.Namespace) -> list[Cycle]:
-    """All cycles, on one service. Raises TimeoutError at the deadline."""
+    """Run all cycles on one service. Raises TimeoutError at the deadline."""
     with other_ranks(options) as ranks:
         return await _run(options, ranks)
 
@@ -330,14 +330,14 @@ async def _run(options: argparse.Namespace, ranks: Sequence[Connection]) -> list
 
 
 def cycles_table(cycles: Sequence[Cycle]) -> str:
-    """A row a cycle."""
+    """Return one row per cycle."""
     names = [field.name for field in fields(Cycle)]
     rows = [[*(getattr(one, name) for name in names), one.given_back_gb] for one in cycles]
     return table([*(name.replace("_", " ") for name in names), "given back gb"], rows)
 
 
 def main() -> None:
-    """Print the table; exit with 1 if a request was lost or no request went on over an update."""
+    """Print the table; exit with 1 if a request was lost or no request continued across an update."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")

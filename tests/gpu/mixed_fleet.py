@@ -3,11 +3,11 @@
     python -m tests.gpu.mixed_fleet --paths '' /stacks/sglang --out runs/mixed_fleet.json
     python -m tests.gpu.mixed_fleet --kinds vllm vllm --device cpu --samples 1
 
-One replica of each kind, on a GPU each. `--paths` names for each kind a folder of packages, which comes before the
-service's own on its replica's PYTHONPATH; empty: none. Every trajectory is then computed again by transformers in
-float32, on exactly the recorded ids, under the version that each span names. The verdict is right if the mean
-absolute difference is below 0.05 for the tokens of each kind, each kind sampled turns, trajectories have tokens of
-both versions, and nothing is incomplete.
+One replica of each kind, each on its own GPU. `--paths` gives for each kind a folder of packages that precedes the
+service's own on its replica's PYTHONPATH; empty: none. Every trajectory is then recomputed by transformers in
+float32, on exactly the recorded ids, under the version that each span names. The run passes if the mean absolute
+difference is below 0.05 for the tokens of each kind, each kind sampled turns, trajectories have tokens of both
+versions, and nothing is incomplete.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ SOURCES = (CHECKOUT, CHECKOUT / "servers", CHECKOUT / "tools")
 
 @dataclass(frozen=True, slots=True)
 class KindOutcome:
-    """One entry's share. Differences are means of absolute ones, in nats."""
+    """Results of one engine pool. Differences are mean absolute ones, in nats."""
 
     name: str
     engine: str
     num_turns: int
     num_tokens: int
     difference_named: float
-    difference_other: float  # under the version that the span does not name
+    difference_other: float  # under the other version than the span's
 
 
 def config_of(options: argparse.Namespace) -> ServiceConfig:
-    """One replica of each kind, on v0."""
+    """Return a config with one replica of each kind, on v0."""
     is_cpu = options.device == "cpu"
     engines = []
     for number, (kind, folder) in enumerate(zip(options.kinds, options.paths, strict=True)):
@@ -75,7 +75,7 @@ def config_of(options: argparse.Namespace) -> ServiceConfig:
 
 
 def by_entry(records: Sequence[Trajectory], names: Sequence[str]) -> list[KindOutcome]:
-    """Recompute all records, and share the differences out to the entries whose replicas sampled the tokens."""
+    """Recompute all records, and assign the differences to the engine pools whose replicas sampled the tokens."""
     named: defaultdict[str, list[np.ndarray]] = defaultdict(list)
     other: defaultdict[str, list[np.ndarray]] = defaultdict(list)
     engines: defaultdict[str, set[str]] = defaultdict(set)
@@ -107,7 +107,7 @@ def by_entry(records: Sequence[Trajectory], names: Sequence[str]) -> list[KindOu
 
 
 async def measure(options: argparse.Namespace, run_dir: Path) -> tuple[list[Trajectory], float, int]:
-    """Roll out; return also the update's longest stall in ms and how many took it. Raises TimeoutError."""
+    """Roll out; return also the update's longest pause in ms and the number of replicas. Raises TimeoutError."""
     async with (
         asyncio.timeout(options.deadline_s),
         running_service(config_of(options), run_dir) as url,
@@ -121,7 +121,7 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> tuple[list[Traj
 
 
 def main() -> None:
-    """Print the outcome; exit with 1 if it is not right."""
+    """Print the outcome; exit with 1 if the run does not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs=2, choices=("vllm", "sglang"), default=["vllm", "sglang"])
     parser.add_argument("--paths", nargs=2, default=["", ""], metavar="FOLDER")

@@ -1,11 +1,11 @@
-"""Two models take turns on one GPU: switches under load, and judge rewards that come in batches.
+"""Two models share one GPU in turns: weight swaps under load, and judge rewards that arrive in batches.
 
     python -m tests.gpu.model_turns --out runs/turns.json
     python -m tests.gpu.model_turns --replicas 2                               # on two GPUs
     python -m tests.gpu.model_turns --device cpu --shape tiny --other tiny     # simulated engines
 
-First both models have more calls than they can answer, so that each switch waits for `--stay-s`; the call that is
-frozen by one goes on at the next. Then trajectories of the shipped policy are scored by a judge beside it.
+First both models have more calls than they can answer, so that each swap waits for `--stay-s`; a call that a swap
+freezes continues after the next one. Then trajectories of the shipped policy are scored by a judge on the same GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPT_TOKENS = 64
 
 @dataclass
 class Calls:
-    """Calls of one model while the load ran."""
+    """Calls of one model during the load."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -50,10 +50,14 @@ class Calls:
 def config_of(
     options: argparse.Namespace, policy: Path, other: Path, stay_s: float, wait_s: float
 ) -> ServiceConfig:
-    """Two models with the memory of a whole GPU each, on every GPU."""
+    """Return a config in which two models each have the memory of a whole GPU, on every GPU."""
 
     def own(gpu_share: float) -> dict[str, Any]:
-        """Two replicas of one model do not fit on a GPU with more than half of it: each GPU gets one of each."""
+        """Return the settings of one model's replicas.
+
+        Two replicas of one model do not fit on a GPU with more than half of it: each GPU gets one replica of each
+        model.
+        """
         engine: dict[str, Any] = {"kind": "simulated", "num_cpus": 0.1}
         if options.device != "cpu":
             sizes = {"gpu_memory_utilization": 0.85, "gpu_share": gpu_share, "enforce_eager": options.eager}
@@ -95,7 +99,7 @@ async def load(client: RolloutClient, shape: str, num_at_once: int, ends: asynci
 
 
 def switches(run_dir: Path) -> list[dict[str, Any]]:
-    """The turns that the service has logged."""
+    """Return the turns that the service has logged."""
     lines = (json.loads(line) for line in (run_dir / LOG_NAME).read_text().splitlines())
     return [line for line in lines if line.get("event") == "model_turn"]
 
@@ -132,7 +136,7 @@ async def judged(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         rollout = await client.submit(tasks)
         records = [record async for record in rollout]
         took_s = time.monotonic() - began_at
-    # The tiny policies give no verdicts, and a record then says so.
+    # The tiny policies give no verdicts, and the record then says so.
     asked = sum(record.reward is not None or "no verdict" in (record.reward_error or "") for record in records)
     return {"trajectories": len(records), "judged": asked, "switches": len(switches(run_dir)), "seconds": took_s}
 

@@ -1,4 +1,4 @@
-"""A policy of a known shape as a service needs it: model folders with a tokenizer, and a config of a service."""
+"""A policy of a known shape for a service: model folders with a tokenizer, and a service config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tests.support.records.model_folder import write_folder
 def write_policy(
     shape: Shape, tensors: dict[str, torch.Tensor], folder: Path, *, max_context_tokens: int, dtype: str
 ) -> Path:
-    """A whole Hugging Face folder. The tokenizer is a small one; ids above its own are never rendered."""
+    """Write a complete Hugging Face folder.
+
+    The tokenizer is small; ids beyond its vocabulary are never rendered.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder)
     write_model_folder(shape, folder, max_context_tokens=max_context_tokens, dtype=dtype)
@@ -38,7 +41,10 @@ def service_config(
     quantization: str | None = None,
     **changed: object,
 ) -> ServiceConfig:
-    """One replica by default, in eager mode if it is vLLM. `changed` are fields of ServiceConfig."""
+    """Return a config with one replica by default, in eager mode for vLLM.
+
+    `changed` are fields of ServiceConfig.
+    """
     is_cpu = device == "cpu"
     engine = {
         "kind": kind,
@@ -47,7 +53,7 @@ def service_config(
         "max_running": max_running,
         "block_size": 32 if is_cpu else 16,
         "kv_cache_mib": kv_cache_mib,
-        "gpu_memory_utilization": 0.3,  # that has to be free; the cache has a size of its own
+        "gpu_memory_utilization": 0.3,  # must be free; the cache has its own size
         "enforce_eager": True,
         "batch_invariant": batch_invariant,
         "tensor_parallel_size": tensor_parallel_size,
@@ -63,8 +69,8 @@ def service_config(
 
 
 def show_gpus(number: int) -> None:
-    """Leave the host's first GPUs to the service that this process starts; its own stay as they are."""
-    torch.cuda.device_count()  # remembered from here on; the variable is for the service
+    """Reserve the host's first GPUs for the service that this process starts; this process keeps its own."""
+    torch.cuda.device_count()  # caches the device count; the variable is for the service
     mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = mine.split(",") if mine else [str(n) for n in range(torch.cuda.device_count())]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[:number])

@@ -1,13 +1,13 @@
-"""Pushes between processes over every transport that this machine has: figures, kills, and growth of memory.
+"""Pushes between processes over every transport that this machine has: figures, kills, and memory growth.
 
     python3 -m tests.gpu.push_transports [--gib 4] [--updates 20] [--transports ipc,nccl,auto,shm,tcp]
 
-`ipc` needs one GPU, `nccl` two; `auto` is one push to a receiver on the sender's GPU, by ipc, and to others, by
-nccl; `shm` is GPU to CPU and CPU to GPU; `tcp` is CPU to GPU, where one receiver maps the other's memory. For each:
-updates over kept connections, then a receiver killed in the middle (the other gets a second attempt), a further
-update, a sender killed in the middle (receivers raise at once). Of `auto` once the receiver by nccl is killed, and
-once the one by ipc. Every tensor is compared value by value, besides the transfer's own checksums. Prints a table;
-ends with 1 if anything is wrong. About a minute each.
+`ipc` needs one GPU, `nccl` two; `auto` is one push over ipc to a receiver on the sender's GPU and over nccl to
+others; `shm` is GPU to CPU and CPU to GPU; `tcp` is CPU to GPU, where one receiver maps the other's memory. For
+each: updates over kept connections, then a receiver killed midway (the other gets a second attempt), a further
+update, and a sender killed midway (receivers raise at once). With `auto`, first the nccl receiver is killed, then
+the ipc receiver. Every tensor is compared value by value, in addition to the transfer's own checksums. Prints a
+table; exits with 1 on any failure. Takes about a minute per transport.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tests.benchmarks.report import finish, table
 ANSWER_S = 180.0
 NOTICE_S = 5.0
 STALL_S = 120.0
-ROWS, COLUMNS = 4096, 8192  # 64 MiB of bfloat16 a tensor
-CPU_BUCKET_BYTES = 2 * ROWS * COLUMNS * 2  # several buckets of a rehearsal's few tensors
+ROWS, COLUMNS = 4096, 8192  # 64 MiB of bfloat16 per tensor
+CPU_BUCKET_BYTES = 2 * ROWS * COLUMNS * 2  # several buckets for a rehearsal's few tensors
 MAX_GROWTH_BYTES = 128 * 2**20
 
 
-# --- the processes -------------------------------------------------------------------------------------------
+# Processes
 
 
 def say(**fields: Any) -> None:
@@ -58,7 +58,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def send(device: torch.device, transport: str) -> None:
-    """Commands on stdin: {"value", "num_tensors", "stall_at"}. Float32 here, bfloat16 on the way."""
+    """Read commands from stdin: {"value", "num_tensors", "stall_at"}.
+
+    Tensors are float32 here, bfloat16 in transfer.
+    """
     bucket_bytes = DEFAULT_BUCKET_BYTES if device.type == "cuda" else CPU_BUCKET_BYTES
     sender = WeightSender(device=device, transport=transport, bucket_bytes=bucket_bytes)
     held = torch.empty(ROWS, COLUMNS, device=device)
@@ -90,7 +93,7 @@ def send(device: torch.device, transport: str) -> None:
 
 
 def receive(device: torch.device, rank: int) -> None:
-    """Commands on stdin: {"source", "value", "stall_at"}."""
+    """Read commands from stdin: {"source", "value", "stall_at"}."""
     receiver = Receiver(device, rank)
     for line in sys.stdin:
         order = json.loads(line)
@@ -111,7 +114,7 @@ def receive(device: torch.device, rank: int) -> None:
 
 
 def consume(incoming: Any, value: int, stall_at: int) -> tuple[int, int]:
-    """Count the tensors that are not what the sender holds, and how many attempts it took."""
+    """Return the number of tensors that differ from the sender's, and the number of attempts."""
     num_attempts = 0
     while True:
         num_attempts += 1
@@ -132,11 +135,11 @@ def consume(incoming: Any, value: int, stall_at: int) -> tuple[int, int]:
         return num_wrong, num_attempts
 
 
-# --- the script ----------------------------------------------------------------------------------------------
+# Script
 
 
 class Child:
-    """A process of this file, its orders and its answers."""
+    """A process of this file, its commands and its answers."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -170,21 +173,21 @@ class Child:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What is tried: the sender's device and the receivers', of which the first is killed."""
+    """The devices of one trial: the sender's, and the receivers', of which the first is killed."""
 
     transport: str
     sender: str
     receivers: tuple[str, ...]
 
     def way_to(self, receiver: str) -> str:
-        """The transport that a receiver on this device has to see."""
+        """Return the transport that a receiver on this device has to report."""
         if self.transport != "auto":
             return self.transport
         return "ipc" if receiver == self.sender else "nccl"
 
 
 class Trial:
-    """One pairing's processes, and what was wrong."""
+    """One pairing's processes, and its failures."""
 
     def __init__(self, pairing: Pairing, num_tensors: int, *, is_alone: bool) -> None:
         self.pairing = pairing
@@ -218,7 +221,7 @@ class Trial:
         return sent, taken
 
     def updates(self, num_updates: int) -> list[object]:
-        """Several updates; the first one and a half dozen may warm caches, after that nothing grows."""
+        """Run several updates. The first ones may warm caches; after that no memory may grow."""
         times, free = [], []
         for value in range(num_updates):
             self.start(value)
@@ -227,7 +230,8 @@ class Trial:
                 return [None] * 4
             times.append(sent["report"]["transfer_ms"])
             free.append([sent["free"], *(one["free"] for one in taken)])
-        # Processes share a device, and one may look before another has emptied its cache: the most of a few looks.
+        # Processes share a device, and one may measure before another has emptied its cache: use the maximum of a
+        # few readings.
         warm, most = min(3, num_updates - 1), lambda looks: [max(column) for column in zip(*looks, strict=True)]
         growth = max(
             before - after for before, after in zip(most(free[warm:][:6]), most(free[warm:][-6:]), strict=True)
@@ -241,7 +245,7 @@ class Trial:
         return [times[0], steady, size / steady / 1e6, max(growth, 0) / 2**20]
 
     def kill_receiver(self) -> float:
-        """Kill the first one in its second bucket; the others must get everything in a second attempt."""
+        """Kill the first receiver in its second bucket; the others must get everything in a second attempt."""
         self.start(100, receiver_stalls=1)
         self.expect(self.receivers[0].answer().get("stalled") is True, "the receiver did not stall")
         self.receivers.pop(0).kill()
@@ -269,7 +273,7 @@ class Trial:
 
 
 def pairings_here(wanted: list[str]) -> list[Pairing]:
-    """What this machine can try. The parent process makes no CUDA context."""
+    """Return the pairings that this machine can run. The parent process makes no CUDA context."""
     num_gpus = torch.cuda.device_count()
     others = tuple(f"cuda:{index}" for index in range(1, num_gpus))
     pairings = [

@@ -1,17 +1,18 @@
-"""Quantised rollout with bf16 pushed: the served bytes, what follows an update, its gap, the speed, the mismatch.
+"""Quantized rollout with bf16 pushes: the served bytes, continuations, update gap, speed, and mismatch.
 
     python -m tests.gpu.quantised --only weights,mismatch,gaps --out runs/a.json    # about 5 minutes
     python -m tests.gpu.quantised --only speed,speed-bf16 --out runs/b.json         # about 7 minutes
     python -m tests.gpu.quantised --device cpu --shape tiny --quantization fp8_per_channel --only weights,gaps
 
-`weights`: an engine of dummy weights gets pushes by directory and from a trainer's memory (CUDA IPC, on CPU shared
-memory). After each of one checkpoint every parameter has the bytes of a fresh engine's on it. The last push meets
-greedy requests, and the fresh engine has to go on exactly as they did; on a GPU both are batch-invariant for it.
-`mismatch`: k3 of sampled tokens' logprobs, as recorded, to those of the engine's own prefill and to those of the
-bf16 checkpoint by transformers. `gaps`: `weight_updates`, quantised beside bf16; the goal is a gap of at most 1.5
-times that of bf16. `speed` and `speed-bf16`: `gpu_throughput` of a bare engine, quantised and not.
+`weights`: an engine with dummy weights gets pushes by directory and from a trainer's memory (CUDA IPC, on CPU
+shared memory). After each push of one checkpoint, every parameter has the bytes of a fresh engine on that
+checkpoint. The last push arrives while greedy requests run, and the fresh engine has to produce the same
+continuations; on a GPU both are batch-invariant for it. `mismatch`: k3 between the recorded logprobs of sampled
+tokens and those of the engine's own prefill, and those of the bf16 checkpoint by transformers. `gaps`:
+`weight_updates`, quantized and bf16; the goal is a gap of at most 1.5 times the bf16 gap. `speed` and `speed-bf16`:
+`gpu_throughput` of a bare engine, quantized and not.
 
-Each part is a process of its own. The exit status is 1 unless all bytes and continuations are equal and the gap's
+Each part is a separate process. The exit status is 1 unless all bytes and continuations are equal and the gap's
 goal is met.
 """
 
@@ -51,17 +52,17 @@ from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_ve
 from tests.gpu.continuation import Run, compare
 from tests.gpu.policy import write_policy
 
-DIGESTS = "AGENTLOOP_TEST_DIGESTS"  # the variable that names a worker's file
+DIGESTS = "AGENTLOOP_TEST_DIGESTS"  # environment variable with the path of a worker's file
 CONTEXT_TOKENS = 1024
-MAX_GAP = 1.5  # of the gap of bf16
-MAX_OWN_K3 = 0.5  # to the engine's own prefill, of that to the bf16 checkpoint
+MAX_GAP = 1.5  # times the gap of bf16
+MAX_OWN_K3 = 0.5  # k3 to the engine's own prefill, relative to that to the bf16 checkpoint
 SEND_TIMEOUT_S = 120.0
-UPDATE_AT = 0.4  # of an undisturbed run's duration
-# --- in the engine's worker ----------------------------------------------------------------------------------
+UPDATE_AT = 0.4  # share of an undisturbed run's duration
+# Engine worker
 
 
 class DigestingWorker(WeightWorker):
-    """Writes each parameter's dtype, shape and SHA-256 at its start and after each commit, its memory in order."""
+    """Writes each parameter's dtype, shape and SHA-256 in memory order, at its start and after each commit."""
 
     def weights_prepare(self, setup: bytes) -> None:
         super().weights_prepare(setup)
@@ -80,11 +81,11 @@ class DigestingWorker(WeightWorker):
         Path(os.environ[DIGESTS]).write_text(json.dumps(found))
 
 
-# --- engines -------------------------------------------------------------------------------------------------
+# Engines
 
 
 def engine_config(options: argparse.Namespace, model: Path, **changed: Any) -> VllmConfig:
-    """An eager engine with a small cache: two of them and a trainer are on the GPU at once."""
+    """Return an eager engine with a small cache: two of them and a trainer are on the GPU at the same time."""
     is_cpu = options.device == "cpu"
     settings: dict[str, Any] = {
         "initial_version": 1,
@@ -109,14 +110,14 @@ async def start(engine: VllmEngine, digests: Path) -> None:
 async def sampled(
     engine: VllmEngine, prompts: Sequence[tuple[int, ...]], num_tokens: int, temperature: float
 ) -> list[Generation]:
-    """So many tokens for each prompt."""
+    """Sample `num_tokens` tokens for each prompt."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature)
     requests = [GenerateRequest(f"{time.monotonic_ns()}-{n}", ids, sampling) for n, ids in enumerate(prompts)]
     return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
 async def install(engine: VllmEngine, update: WeightUpdate) -> tuple[StageReport, CommitReport]:
-    """Stage and commit, with all KV computed again."""
+    """Stage and commit; all KV is recomputed."""
     staged = await engine.stage(update)
     await engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
     committed = await engine.commit(update.version)
@@ -125,7 +126,7 @@ async def install(engine: VllmEngine, update: WeightUpdate) -> tuple[StageReport
 
 
 class Trainer:
-    """Tensors in this process, which `install` takes over IPC or shared memory."""
+    """Tensors in this process, which `install` transfers over IPC or shared memory."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._device = torch.device("cpu" if options.device == "cpu" else "cuda:0")
@@ -159,11 +160,11 @@ class Trainer:
         self._sender.close()
 
 
-# --- parts ---------------------------------------------------------------------------------------------------
+# Parts
 
 
 async def weights(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Pushes of two weights in turn into one engine, which is compared with a fresh one after each of the first."""
+    """Push two checkpoints alternately into one engine; compare it with a fresh engine after the first pushes."""
     trainer = Trainer(options)
     facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": "bfloat16"}
     folder = write_policy(SHAPES[options.shape], trainer.tensors, work / "v1", **facts)
@@ -220,7 +221,8 @@ async def weights(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         await fresh.close()
         trainer.close()
     is_equal = all(not update["differing"] for update in updates)
-    # The first two are loaded by the engine, which checks the copy plan for the others; on CPU there is none.
+    # The engine loads the first two pushes itself, which verifies the copy plan for the others; on CPU there is no
+    # plan.
     is_planned = options.device == "cpu" or all(one["num_verified"] == len(wanted) for one in updates[2:])
     is_right = is_equal and is_planned and outcome.is_right(1.0)
     return {"is_right": is_right, "updates": updates, "parameters": len(wanted), "continuation": asdict(outcome)}
@@ -232,7 +234,7 @@ def _with_old_as_0(answer: Generation, new: int) -> Generation:
 
 
 async def mismatches(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Sample from a quantised engine, and compute the logprobs again in two ways."""
+    """Sample from a quantized engine, and recompute the logprobs in two ways."""
     shape = SHAPES[options.shape]
     device = torch.device("cpu" if options.device == "cpu" else "cuda:0")
     tensors = make_tensors(shape, device, torch.bfloat16, version=1)
@@ -264,7 +266,7 @@ async def mismatches(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def command_of(part: str, options: argparse.Namespace, out: Path) -> list[str]:
-    """The process of one part, which writes its results to `out`."""
+    """Return the command of one part, which writes its results to `out`."""
     is_cpu = options.device == "cpu"
     always = ["--device", options.device, "--shape", options.shape, "--out", str(out)]
     if part in PARTS:
@@ -284,7 +286,7 @@ PARTS = {"weights": weights, "mismatch": mismatches}
 
 
 def judged(part: str, results: dict[str, Any]) -> bool:
-    """Tell if a part's results are as they have to be."""
+    """Return True if a part's results meet its requirements."""
     if part == "gaps":
         gaps = [results["quantised"]["gaps"], results["staged"]["single"]["gaps"]]
         return bool(gaps[0]["p50"] <= MAX_GAP * gaps[1]["p50"])
@@ -320,7 +322,7 @@ def main() -> int:
             found[part] = json.loads(out.read_text())["results"] if out.exists() else {}
             is_right = done.returncode == 0 and out.exists() and judged(part, found[part])
             rows.append((part, "RIGHT" if is_right else "WRONG", time.monotonic() - began_at))
-            if options.out is not None:  # what comes after may be cut
+            if options.out is not None:  # a later part may be cut short
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.with_suffix(".partial.json").write_text(json.dumps(found))
     title = f"Quantised rollout, {options.quantization}, {options.shape}, {options.device}"

@@ -3,10 +3,10 @@
     python -m tests.gpu.recompute --engine vllm --out runs/recompute.json
     python -m tests.gpu.recompute --device cpu --samples 1
 
-Three rollouts: under v0, with v1 pushed in their middle, and under v1. What was recorded is then computed again by
-transformers in float32, on exactly the recorded ids. The verdict is right if the mean absolute difference is below
-0.05 under the version that each span names, if trajectories of both versions were among them, and if the success is
-the CPU's: 47.5 % under v0, within four standard errors, and at least 99 % under v1.
+Three rollouts: under v0, with v1 pushed midway, and under v1. The records are then recomputed by transformers in
+float32, on exactly the recorded ids. The run passes if the mean absolute difference is below 0.05 under the version
+that each span names, if there are trajectories of both versions, and if the success matches the CPU's: 47.5 % under
+v0, within four standard errors, and at least 99 % under v1.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from tests.servers.recompute import POLICY, difference
 
 TASKS = CHECKOUT / "examples" / "data" / "tasks.jsonl"
 MAX_DIFFERENCE = 0.05  # mean absolute, of logprobs in bfloat16
-V0_SUCCESS, V1_SUCCESS = 0.475, 0.99  # on CPU in float32; and what v1 has to reach
+V0_SUCCESS, V1_SUCCESS = 0.475, 0.99  # v0 on CPU in float32; minimum for v1
 MAX_ERRORS = 4.0  # standard errors of the success under v0
 NUM_RECOMPUTED = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of all rollouts. Differences are means of absolute ones, in nats."""
+    """Results of all rollouts. Differences are mean absolute ones, in nats."""
 
     num_trajectories: int
     num_incomplete: int
-    num_mixed: int  # have tokens of both versions
+    num_mixed: int  # records with tokens of both versions
     success_v0: float
     success_v1: float
     num_v0: int
     difference_named: float
-    difference_other: float  # under the version that the span does not name
+    difference_other: float  # under the other version than the span's
     stall_ms: float
-    tokens_per_s: float  # of the rollout with the update in its middle
+    tokens_per_s: float  # in the rollout with the update
 
     @property
     def is_right(self) -> bool:
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def service_config(options: argparse.Namespace) -> ServiceConfig:
-    """One replica of v0, with little memory: other parts may run beside it."""
+    """Return a config with one replica of v0 and little memory: other parts may run on the same GPU."""
     is_cpu = options.device == "cpu"
     engine = {
         "kind": options.engine,
@@ -82,7 +82,7 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
 
 
 async def roll_out(client: RolloutClient, options: argparse.Namespace) -> list[Trajectory]:
-    """Every task, with so many samples."""
+    """Roll out every task, with a fixed number of samples."""
     rollout = await client.submit(load_tasks(TASKS)[: options.tasks], num_samples=options.samples)
     return [record async for record in rollout]
 
@@ -90,7 +90,7 @@ async def roll_out(client: RolloutClient, options: argparse.Namespace) -> list[T
 async def roll_out_over_update(
     client: RolloutClient, options: argparse.Namespace
 ) -> tuple[list[Trajectory], float, float]:
-    """The same with v1 pushed once a third has ended; returns also the stall in ms, and tokens a second."""
+    """Roll out, and push v1 once a third has ended; returns also the pause in ms, and tokens per second."""
     began_at = time.perf_counter()
     rollout = await client.submit(load_tasks(TASKS)[: options.tasks], num_samples=options.samples)
     records, updating = [], None
@@ -106,7 +106,7 @@ async def roll_out_over_update(
 
 
 def success(records: Sequence[Trajectory]) -> float:
-    """The share of rewarded trajectories."""
+    """Return the share of rewarded trajectories."""
     return sum(record.reward == 1.0 for record in records) / len(records)
 
 
@@ -122,7 +122,7 @@ def differences(records: Sequence[Trajectory]) -> tuple[float, float]:
 
 
 async def measure(options: argparse.Namespace, run_dir: Path) -> Outcome:
-    """All rollouts on one service. Raises TimeoutError at the deadline."""
+    """Run all rollouts on one service. Raises TimeoutError at the deadline."""
     async with (
         asyncio.timeout(options.deadline_s),
         running_service(service_config(options), run_dir) as url,
@@ -150,7 +150,7 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Outcome:
 
 
 def main() -> None:
-    """Print the outcome; exit with 1 if it is not right."""
+    """Print the outcome; exit with 1 if the run does not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

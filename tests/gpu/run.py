@@ -7,11 +7,12 @@
     tests/gpu/run.sh vllm --list                             # every part, what it needs and what it answers
     tests/gpu/run.sh vllm --device cpu --only contract       # a rehearsal of some parts without a GPU
 
-Most parts run side by side on the same GPU: they take little of its memory, and starting engines takes most of
-their time. The throughput measures when all others have ended. A part has a time limit of its own, and the whole
-has `--budget-s`; what fails or is cut stops nothing else. Everything is written to one folder (`--out`): a folder a
-part, with its output (`log.txt`), figures (`result.json`) and verdict (`part.json`). Run again with the same folder
-and `--only`, the table at the end shows the other parts as they were. Exit status: 0 if every part that ran passed.
+Most parts run in parallel on the same GPU: they use little of its memory, and starting engines takes most of their
+time. The throughput is measured when all others have ended. A part has its own time limit, and the whole run has
+`--budget-s`; a part that fails or is cut short does not stop the others. Everything is written to one folder
+(`--out`): a folder per part, with its output (`log.txt`), figures (`result.json`) and verdict (`part.json`). After
+a second run with the same folder and `--only`, the final table still shows the other parts' earlier results. Exit
+status: 0 if every part that ran passed.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ import psutil
 CHECKOUT = Path(__file__).resolve().parents[2]
 LANES = ("vllm", "sglang")
 BUDGET_S = 530.0
-END_S = 20.0  # that a part whose time is over gets to end its service
+END_S = 20.0  # time for a part past its limit to stop its service
 GATE = "quiet"
 PRECOMPILE_S = 60.0
-LEAST_S = 2.0  # of the time that is left, for another part to begin
+LEAST_S = 2.0  # remaining time required to start another part
 TINY = "examples/tiny_policy/v1"
 WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -51,26 +52,26 @@ WITHOUT_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0",
 }
-"""Variables that keep every library from NVLink multicast: a program that ends in its middle can put the GPUs of a
+"""Variables that keep every library from NVLink multicast: a program that ends abruptly can put the GPUs of a
 host, which others may share, out of service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the parts of one command share."""
+    """State shared by the parts of one command."""
 
     lane: str
     device: str
     out: Path
     num_gpus: int
-    tests: str = ""  # pytest's expression for those to run, of suites; empty: all
+    tests: str = ""  # pytest's expression that selects tests of suites; empty: all
 
     def folder(self, part: str) -> Path:
-        """The part's own, under `--out`."""
+        """Return the part's folder, under `--out`."""
         return self.out / part
 
     def result(self, part: str) -> Path:
-        """The file of its figures."""
+        """Return the file of its figures."""
         return self.folder(part) / "result.json"
 
 
@@ -79,7 +80,7 @@ Figures = Callable[[Run, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One command with a verdict. It begins once the parts of `after` have ended, those that run at all."""
+    """One command with a verdict. It starts once the parts in `after` have ended, as far as they are selected."""
 
     name: str
     answers: str
@@ -87,22 +88,22 @@ class Part:
     timeout_s: float
     figures: Figures
     after: tuple[str, ...] = ()
-    is_alone: bool = False  # it begins when all parts before it have ended
-    has_gate: bool = False  # its measurements wait for the end of all others, by a file that it is given
+    is_alone: bool = False  # it starts when all parts before it have ended
+    has_gate: bool = False  # its measurements wait for the end of all other parts, signaled by a file
     min_gpus: int = 1
     is_default: bool = True
     lanes: tuple[str, ...] = LANES
     env: tuple[tuple[str, str], ...] = ()
-    reserve_s: float = 0.0  # of the whole run's time, that earlier stages leave to it
+    reserve_s: float = 0.0  # time that earlier stages reserve for it
 
     def runs_in(self, run: Run) -> bool:
-        """Tell if this host and lane have what it needs."""
+        """Return True if this host and lane meet its requirements."""
         return run.lane in self.lanes and (run.device == "cpu" or run.num_gpus >= self.min_gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of one part: PASS, FAIL, TIME (its limit), or CUT (the whole run's)."""
+    """The end of one part: PASS, FAIL, TIME (its own limit), or CUT (the limit of the whole run)."""
 
     part: str
     verdict: str
@@ -110,11 +111,11 @@ class Verdict:
     figures: str
 
 
-# --- commands ----------------------------------------------------------------------------------------------------
+# Commands
 
 
 def module(name: str, *arguments: str, out: str) -> Callable[[Run], list[str]]:
-    """A module of the checkout that writes its figures as JSON."""
+    """Return the command of a module that writes its figures as JSON."""
 
     def command(run: Run) -> list[str]:
         filled = [argument.format(lane=run.lane, device=run.device, gate=run.out / GATE) for argument in arguments]
@@ -124,7 +125,7 @@ def module(name: str, *arguments: str, out: str) -> Callable[[Run], list[str]]:
 
 
 def suite(*paths: str) -> Callable[[Run], list[str]]:
-    """Contract tests of the lane's engine alone."""
+    """Return the command of contract tests of the lane's engine alone."""
 
     def command(run: Run) -> list[str]:
         chosen = f"{run.lane} and ({run.tests})" if run.tests else run.lane
@@ -142,7 +143,7 @@ def suite(*paths: str) -> Callable[[Run], list[str]]:
 
 
 def throughput(name: str, *arguments: str) -> Callable[[Run], list[str]]:
-    """The service beside the bare engine; on CPU in a small form."""
+    """Compare the service with the bare engine; on CPU in a small form."""
     always = ("--engine", "{lane}", "--device", "{device}")
     gpu = module("tests.benchmarks.gpu_throughput", *always, *arguments, "--gate", "{gate}", out=name)
     small = ("--model", TINY, "--at-once", "8", "--sampled", "24", "--load-processes", "1")
@@ -152,28 +153,28 @@ def throughput(name: str, *arguments: str) -> Callable[[Run], list[str]]:
 
 
 def delta_updates(run: Run) -> list[str]:
-    """Published deltas, of 4B; on CPU of a tiny shape."""
+    """Measure published deltas, with the 4B shape; on CPU with a tiny shape."""
     small = ("--shape", "tiny", "--at-once", "4", "--max-tokens", "32", "--eager") if run.device == "cpu" else ()
     return module("tests.gpu.deltas", "--engine", "{lane}", "--device", "{device}", *small, out="deltas")(run)
 
 
-# --- figures -----------------------------------------------------------------------------------------------------
+# Figures
 
 
 def log_of(run: Run, part: str) -> str:
-    """What the part printed."""
+    """Return the part's output."""
     path = run.folder(part) / "log.txt"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def results_of(run: Run, part: str) -> Any:
-    """The results that the part wrote; an empty dict if there are none."""
+    """Return the results that the part wrote; an empty dict without results."""
     path = run.result(part)
     return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
 def suite_counts(run: Run, part: str) -> str:
-    """pytest's last line, and the first tests that failed."""
+    """Return pytest's last line, and the first tests that failed."""
     log = log_of(run, part)
     lines = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed|error|skipped|deselected).*?)(?: =+)?$", log, re.M)
     failed = [name.rpartition("::")[2] for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.M)]
@@ -181,20 +182,20 @@ def suite_counts(run: Run, part: str) -> str:
 
 
 def last_line(run: Run, part: str) -> str:
-    """The last line that the part printed."""
+    """Return the last line of the part's output."""
     lines = [line.strip() for line in log_of(run, part).splitlines() if line.strip()]
     return lines[-1][:120] if lines else ""
 
 
 def gap_of(run: Run, part: str) -> str:
-    """The gap, and each part of it: p50 and maximum in milliseconds."""
+    """Return the gap, and each part of it: p50 and maximum in milliseconds."""
     found = results_of(run, part)["single"]
     parts = {"gap": found["gaps"], **found["parts"]}
     return "; ".join(f"{name} {one['p50']:.1f}, {one['maximum']:.1f}" for name, one in parts.items())
 
 
 def recomputed(run: Run, part: str) -> str:
-    """Success and differences."""
+    """Return success and differences."""
     found = results_of(run, part).get("outcome")
     if not found:
         return last_line(run, part)
@@ -206,7 +207,7 @@ def recomputed(run: Run, part: str) -> str:
 
 
 def continued(run: Run, part: str) -> str:
-    """Prompts that went on as a fresh engine, and the stall."""
+    """Return the number of prompts that continued like a fresh engine, and the pause."""
     results = results_of(run, part)
     if not results:
         return last_line(run, part)
@@ -219,7 +220,7 @@ def continued(run: Run, part: str) -> str:
 
 
 def cycled(run: Run, part: str) -> str:
-    """Requests lost over the cycles, and the slowest update but for the first."""
+    """Return the requests lost over the cycles, and the slowest update except for the first."""
     cycles = results_of(run, part)
     if not cycles:
         return last_line(run, part)
@@ -230,7 +231,7 @@ def cycled(run: Run, part: str) -> str:
 
 
 def followed(run: Run, part: str) -> str:
-    """Of each share of changed bytes the size, the preparation and the pause, and those of a directory push."""
+    """Return size, preparation and pause for each share of changed bytes, and those of a directory push."""
     rows = results_of(run, part)
     return "; ".join(
         f"{row['share']:.1%}: {row['size']:.1%}, prepared {row['prepare_s']:.1f} s"
@@ -240,12 +241,12 @@ def followed(run: Run, part: str) -> str:
 
 
 def prepared(run: Run, part: str) -> str:
-    """The seconds of writing the model, and of the first start."""
+    """Return the seconds of writing the model, and of the first start."""
     return ", ".join(f"{name.removesuffix('_s')} {value:.0f} s" for name, value in results_of(run, part).items())
 
 
 def ratios(run: Run, part: str) -> str:
-    """Every arm's share of the bare engine's throughput; without a bare engine, tokens a second."""
+    """Return each arm's throughput relative to the bare engine; without a bare engine, tokens per second."""
     results = results_of(run, part)
     if not results:
         return last_line(run, part)
@@ -257,20 +258,20 @@ def ratios(run: Run, part: str) -> str:
     return ", ".join([*bare, *shares, *alone, *results["failures"][:1]])
 
 
-# --- parts -------------------------------------------------------------------------------------------------------
+# Parts
 
 TENSOR_PARALLEL = (
     ("CONTRACT_TENSOR_PARALLEL", "2"),
-    ("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0"),  # others are on the GPUs
+    ("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0"),  # other processes use the GPUs
 )
-NO_SHARED_MEMORY = (("NCCL_SHM_DISABLE", "1"), ("NCCL_P2P_DISABLE", "1"))  # as between two hosts: by sockets
+NO_SHARED_MEMORY = (("NCCL_SHM_DISABLE", "1"), ("NCCL_P2P_DISABLE", "1"))  # as between two hosts: over sockets
 STEADY = ("--shape", "qwen3-4b", "--arms", "service,streams", "--cycles", "1", "--window-s", "45")
-STEADY += ("--ramp-s", "8", "--kv-mib", "56000")  # what 80 GB have room for, alone
+STEADY += ("--ramp-s", "8", "--kv-mib", "56000")  # fits into 80 GB without other parts
 CONTINUATION = ("--engine", "{lane}", "--device", "{device}")
 
 
 def continuation_2(name: str, answers: str, *arguments: str, after: str, is_alone: bool = False) -> Part:
-    """A continuation on two GPUs. A part of which another one is `after` is there to be run one by one."""
+    """Return a continuation part on two GPUs. Parts ordered by `after` run one after another."""
     command = module("tests.gpu.continuation", *CONTINUATION, "--transport", "auto", *arguments, out=name)
     fields = {"after": (after,) if after else (), "is_alone": is_alone, "min_gpus": 2, "is_default": False}
     return Part(name, answers, command, 300, continued, **fields)  # type: ignore[arg-type]
@@ -686,11 +687,11 @@ PARTS = (
 )
 
 
-# --- running -----------------------------------------------------------------------------------------------------
+# Running
 
 
 async def run_part(part: Part, run: Run, ends_at: float) -> Verdict:
-    """Run one part to its end, or to that of its time; its verdict is on disk then."""
+    """Run one part until it ends or exceeds its time, and write its verdict to disk."""
     folder = run.folder(part.name)
     folder.mkdir(parents=True, exist_ok=True)
     run.result(part.name).unlink(missing_ok=True)
@@ -728,7 +729,7 @@ async def run_part(part: Part, run: Run, ends_at: float) -> Verdict:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """End a part and whatever it left: by SIGINT, so that a service ends as it does, then for good."""
+    """Stop a part and its remaining processes: first by SIGINT, so that a service shuts down cleanly."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
@@ -746,9 +747,9 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 def environment(part: Part) -> dict[str, str]:
-    """The part's own: every id of a process tree is its own, and tools find the sandbox's binary."""
+    """Return the part's environment variables, with the path of the sandbox's binary."""
     found = {**os.environ, **WITHOUT_MULTICAST, **dict(part.env)}
-    if "MONTY_BIN" not in found:  # packages that were unpacked into a folder have their programs beside it
+    if "MONTY_BIN" not in found:  # packages unpacked into a folder have their programs next to it
         places = (Path(entry) / "bin" / "monty" for entry in sys.path)
         binary = next((place for place in places if place.is_file()), None)
         if binary is not None:
@@ -757,14 +758,14 @@ def environment(part: Part) -> dict[str, str]:
 
 
 def kept(run: Run, verdict: Verdict) -> Verdict:
-    """Write a verdict down."""
+    """Write a verdict to disk."""
     run.folder(verdict.part).mkdir(parents=True, exist_ok=True)
     (run.folder(verdict.part) / "part.json").write_text(json.dumps(asdict(verdict)))
     return verdict
 
 
 async def run_parts(parts: Sequence[Part], run: Run, budget_s: float) -> list[Verdict]:
-    """Run them side by side, as far as they need not wait for each other."""
+    """Run the parts in parallel, as far as they do not have to wait for each other."""
     ends_at = time.monotonic() + budget_s
     reserved_s = sum(part.reserve_s for part in parts)
     ended = {part.name: asyncio.Event() for part in parts}
@@ -792,7 +793,7 @@ async def run_parts(parts: Sequence[Part], run: Run, budget_s: float) -> list[Ve
 
 
 def summary(run: Run) -> str:
-    """The table of all parts that this folder knows, in their order."""
+    """Return the table of all parts in this folder, in order."""
     rows = []
     for part in PARTS:
         path = run.folder(part.name) / "part.json"
@@ -803,7 +804,7 @@ def summary(run: Run) -> str:
 
 
 def say(what: str) -> None:
-    """Progress, with the seconds since the beginning."""
+    """Print progress, with the seconds since the start."""
     print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", flush=True)
 
 
@@ -811,7 +812,7 @@ STARTED_AT = time.monotonic()
 
 
 def precompile(package: str) -> None:
-    """Compile what was unpacked beside an engine, once: else every process that starts compiles it for itself."""
+    """Compile packages that were unpacked next to an engine; otherwise every starting process compiles them."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None or (Path(found.origin).parent / "__pycache__").is_dir():
         return
@@ -822,7 +823,7 @@ def precompile(package: str) -> None:
 
 
 def count_gpus() -> int:
-    """The GPUs of this host, without making a context on any."""
+    """Return the number of GPUs of this host, without making a context on any."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name])
@@ -834,7 +835,7 @@ def count_gpus() -> int:
 
 
 def chosen(options: argparse.Namespace, run: Run) -> list[Part]:
-    """The parts to run. Ends the process for a name that no part has."""
+    """Return the parts to run. Exits for an unknown name."""
     only, skipped = (set(filter(None, (text or "").split(","))) for text in (options.only, options.skip))
     unknown = (only | skipped) - {part.name for part in PARTS}
     if unknown:
@@ -849,7 +850,7 @@ def chosen(options: argparse.Namespace, run: Run) -> list[Part]:
 
 
 def describe(run: Run) -> str:
-    """Every part: its command, needs and question."""
+    """Print every part: its command, needs and question."""
     lines = []
     for part in PARTS:
         needs = f"{part.min_gpus} GPU(s), at most {part.timeout_s:.0f} s" + (

@@ -1,9 +1,10 @@
-"""The SGLang adapter with the shipped policy: what it starts, answers, pauses and tells, each part by itself.
+"""The SGLang adapter with the shipped policy: start, answers, pauses and reports, each part independently.
 
     python -m tests.gpu.sglang_engine [--device cuda] [--sleep] [--graphs] [--out FOLDER/engine.json]
 
-A part that fails does not stop the others. SGLang's own outputs are kept as they come, for the tests' recorded
-shapes."""
+A part that fails does not stop the others. SGLang's own outputs are stored unchanged, as the tests' recorded
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ PROMPT = tuple(range(300, 380))
 
 @dataclass
 class Site:
-    """A started engine, and what was found."""
+    """A started engine, and the results."""
 
     engine: SglangEngine
     rows: list[tuple[str, str, str]] = field(default_factory=list)
@@ -94,7 +95,7 @@ async def abort(site: Site) -> str:
 
 
 async def pauses(site: Site, policy: KVPolicy, version: int) -> str:
-    """A commit in the middle of a streamed request: spans, and the time from pause to resume."""
+    """Commit in the middle of a streamed request: spans, and the time from pause to resume."""
     engine, request = site.engine, site.request(300)
     task = asyncio.create_task(engine.generate(request))
     await engine.stage(WeightUpdate(version, str(POLICY / f"v{version % 2}")))

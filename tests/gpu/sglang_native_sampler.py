@@ -1,11 +1,11 @@
-"""SGLang's own sampler against `SamplingParams`: what it samples, and the logprobs it gives, on the shipped policy.
+"""SGLang's own sampler compared with `SamplingParams`: its sampled tokens and logprobs, on the shipped policy.
 
     python -m tests.gpu.sglang_native_sampler [--out FOLDER/native.json]
 
-`agentloop_sglang/sampler.py` is needed as long as a row of the table is wrong: a stock `sglang.Engine` runs with
+`agentloop_sglang/sampler.py` is needed as long as a row of the table is wrong. A stock `sglang.Engine` runs with
 each parameter, and every sampled token is looked up in the distribution that `tests/contract/reference.py` computes
-from transformers' logits. Counted are tokens that this distribution excludes; the difference is the mean absolute
-one of the others' logprobs, in nats (about 0.01 is bfloat16's).
+from transformers' logits. The table counts tokens that this distribution excludes; the difference is the mean
+absolute one of the other tokens' logprobs, in nats (about 0.01 is bfloat16's).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def judged(model: Any, sampling: TurnSampling, answers: list[dict[str, Any]]) -> tuple[int, float]:
-    """Return how many sampled tokens are excluded, and the mean difference of the others' logprobs."""
+    """Return the number of excluded sampled tokens, and the mean difference of the others' logprobs."""
     excluded, differences = 0, []
     for answer in answers:
         given = answer["meta_info"]["output_token_logprobs"]
@@ -62,7 +62,7 @@ def judged(model: Any, sampling: TurnSampling, answers: list[dict[str, Any]]) ->
 
 
 def main() -> None:
-    """Ask, judge and print. The exit status is 1 if SGLang's own sampler is exact: ours could go."""
+    """Sample, compare and print. The exit status is 1 if SGLang's own sampler is exact, and ours can be removed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Our half inside SGLang's scheduler, on a stock `sglang.Engine`: pauses, counts, staged weights, ends, NaN.
+"""Our code inside SGLang's scheduler, on a stock `sglang.Engine`: pauses, counts, staged weights, ends, NaN.
 
     python -m tests.gpu.sglang_scheduler --device cpu --shape tiny --prompts 8 --tokens 96
     python -m tests.gpu.sglang_scheduler [--shape small] [--graphs] [--tp 1] [--out FOLDER/scheduler.json]
 
-No adapter of ours is in between: calls go over SGLang's own RPC socket. Greedy requests are in flight, in SGLang's
-deterministic mode, while new weights are staged, and are paused, updated and resumed. What must hold is printed as
-a table; the exit status says if all of it does.
+Our adapter is not used: calls go over SGLang's own RPC socket. Greedy requests are in flight, in SGLang's
+deterministic mode, while new weights are staged; they are paused, updated and resumed. The checks are printed as a
+table; the exit status is 0 if all of them pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONTEXT_TOKENS = 2048
 
 @dataclass
 class Site:
-    """A running engine, its calls, and what was found."""
+    """A running engine, its calls, and the results."""
 
     engine: Any
     rows: list[tuple[str, object, str]] = field(default_factory=list)
@@ -116,7 +116,7 @@ async def in_flight(site: Site, prompts: list[tuple[int, ...]], num_tokens: int,
 async def check_update(
     site: Site, prompts: list[tuple[int, ...]], folder: Path, options: argparse.Namespace, *, is_cleared: bool
 ) -> None:
-    """One update under way: the counts hold, and what follows is what the new weights say."""
+    """Check an update with requests in flight: the counts are right, and later tokens follow the new weights."""
     kind, number = ("recompute", 101) if is_cleared else ("keep", 102)
     tasks = await in_flight(site, prompts, options.tokens, kind)
     stages = await site.stage(number, folder)
@@ -157,7 +157,7 @@ async def check_update(
 
 
 async def check_ends(site: Site, prompts: list[tuple[int, ...]], num_tokens: int) -> None:
-    """Requests end inside a pause, with what they have; the others go on."""
+    """Check that requests end during a pause with their tokens so far, and that the others continue."""
     for is_cleared in (False, True):
         name = "end-cleared" if is_cleared else "end"
         tasks = await in_flight(site, prompts, num_tokens, name)
@@ -178,7 +178,7 @@ async def check_ends(site: Site, prompts: list[tuple[int, ...]], num_tokens: int
 
 
 async def check_poison(site: Site, source: Path, work: Path) -> None:
-    """A checkpoint with NaN is refused while it is staged."""
+    """Check that a checkpoint with NaN is refused while it is staged."""
     folder = work / "poisoned"
     folder.mkdir()
     tensors = load_file(source / "model.safetensors")
@@ -252,7 +252,7 @@ async def check(options: argparse.Namespace, work: Path) -> Site:
 
 
 def main() -> None:
-    """Print the table; exit with 1 if something is wrong."""
+    """Print the table; exit with 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

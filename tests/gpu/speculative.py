@@ -1,14 +1,14 @@
-"""Speculative decoding of an engine: its speed by load, what is accepted, and its logprobs by an independent model.
+"""Speculative decoding of an engine: speed by load, acceptance rate, and logprobs by an independent model.
 
     python -m tests.gpu.speculative                                # without drafts, and with them at any load
     python -m tests.gpu.speculative --arms plain,32                # with them up to 32 running requests
     python -m tests.gpu.speculative --arms plain,512 --logprobs-mode both
     python -m tests.gpu.speculative --device cpu --shape tiny --at-once 1 8 --arms plain,8 --tokens 64
 
-The weights are random ones whose layers add little to the stream: the model says again what it has just said, most
+The weights are random, and the layers add little to the residual stream, so the model repeats its last token: most
 of the time at temperature 1 (`repeats`), hardly ever at 2 (`wanders`). Each load is a burst of as many requests.
-The verdict is right if the recorded logprobs of the arms with drafts are as near to those that transformers makes
-of the same weights, in the same precision, as those of the arm without.
+The run passes if the recorded logprobs of the arms with drafts are as close to those that transformers computes
+from the same weights, in the same precision, as those of the arm without.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tests.gpu.policy import write_policy
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 64
 TEMPERATURES = {"repeats": 1.0, "wanders": 2.0}
-LAYER_SHARE = 1 / 16  # of what the layers of `make_tensors` add
-NUM_RECOMPUTED = 8  # of a load
+LAYER_SHARE = 1 / 16  # scale of the layers' contribution in `make_tensors`
+NUM_RECOMPUTED = 8  # records per load
 NEAR, FAR = (
     (1.5, 0.005),
     (2.0, 0.05),
-)  # how far mean and worst may be off, as a share of the plain arm's, and in nats
+)  # limits of mean and worst difference, relative to the plain arm, and in nats
 
 
 class DraftStats(SchedulerStats):
-    """Counts drafts too."""
+    """Also counts drafts."""
 
     num_drafted = num_accepted = 0
 
@@ -75,14 +75,14 @@ class Burst:
     prompts: str
     num_at_once: int
     tokens_per_s: float
-    accepted: float | None  # share of the drafts; None: there were none
-    tokens_per_step: float  # of a request
+    accepted: float | None  # share of the drafts; None: no drafts
+    tokens_per_step: float  # per request
     mean_gap: float = 0.0
     worst_gap: float = 0.0
 
 
 def write_target(shape: Shape, folder: Path, device: str) -> Path:
-    """A checkpoint that repeats itself."""
+    """Write a checkpoint that repeats itself."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tensors = make_tensors(shape, torch.device(device), dtype, version=0)
     for name, tensor in tensors.items():
@@ -93,7 +93,7 @@ def write_target(shape: Shape, folder: Path, device: str) -> Path:
 
 
 def engine_config(options: argparse.Namespace, arm: str, model: Path) -> VllmConfig:
-    """The arm's engine: `plain`, or the running requests up to which it drafts."""
+    """Return the arm's engine config: `plain`, or the number of running requests up to which it drafts."""
     is_cpu = options.device == "cpu"
     speculative = None
     if arm != "plain":
@@ -107,7 +107,7 @@ def engine_config(options: argparse.Namespace, arm: str, model: Path) -> VllmCon
         max_num_seqs=max(options.at_once),
         block_size=32 if is_cpu else 16,
         kv_cache_memory_bytes=(256 if is_cpu else 32768) * 2**20,
-        max_step_tokens=4096,  # drafts of 512 requests, and prefill
+        max_step_tokens=4096,  # fits the drafts of 512 requests, and prefill
         max_graph_tokens=1024,
         enforce_eager=options.eager,
         logprobs_mode=LogprobsMode(options.logprobs_mode),
@@ -118,7 +118,7 @@ def engine_config(options: argparse.Namespace, arm: str, model: Path) -> VllmCon
 async def burst(
     engine: VllmEngine, shape: Shape, prompts: str, num_at_once: int, num_tokens: int
 ) -> tuple[list[tuple[GenerateRequest, Generation]], float]:
-    """So many requests at once, and the seconds until all have ended."""
+    """Run `num_at_once` requests concurrently; returns the seconds until all have ended."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=TEMPERATURES[prompts])
     ids = random_prompts(shape, num_at_once, PROMPT_TOKENS, seed=time.monotonic_ns() % 2**31)
     requests = [GenerateRequest(f"{time.monotonic_ns()}-{n}", one, sampling) for n, one in enumerate(ids)]
@@ -161,7 +161,7 @@ async def run_arm(options: argparse.Namespace, arm: str, model: Path) -> Answers
 
 
 def recomputed(model: Path, device: str, found: Answers) -> list[Burst]:
-    """Add how far the recorded logprobs are from the independent model's."""
+    """Add the differences between the recorded logprobs and the independent model's."""
     reference = ReferenceModel(model, device=device, dtype="float32" if device == "cpu" else "bfloat16")
     bursts = []
     for one, answers in found:
@@ -182,13 +182,13 @@ def recomputed(model: Path, device: str, found: Answers) -> list[Burst]:
 
 
 def is_right(bursts: list[Burst]) -> bool:
-    """Tell if arms with drafts are as near as the plain one, and drafts were accepted in one of them."""
+    """Return True if arms with drafts are as close as the plain one, and one of them accepted drafts."""
     for prompts in TEMPERATURES:
         plain = [one for one in bursts if one.arm == "plain" and one.prompts == prompts]
         others = [one for one in bursts if one.arm != "plain" and one.prompts == prompts]
         for name, (share, nats) in (("mean_gap", NEAR), ("worst_gap", FAR)):
             most = share * max(getattr(one, name) for one in plain) + nats
-            if any(not getattr(one, name) <= most for one in others):  # not a number is wrong too
+            if any(not getattr(one, name) <= most for one in others):  # NaN is wrong too
                 return False
     return any(one.accepted for one in bursts)
 
@@ -209,7 +209,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as work:
         shape = SHAPES[options.shape]
         model = write_target(shape, Path(work) / "target", options.device)
-        torch.cuda.empty_cache()  # the engines are other processes
+        torch.cuda.empty_cache()  # the engines are in other processes
         say("the model is written")
         for arm in options.arms.split(","):
             found += asyncio.run(run_arm(options, arm, model))

@@ -1,13 +1,13 @@
-"""The time that a model's steps take on this GPU: the points that the balancer's simulator fits its steps to.
+"""Step times of a model on this GPU: the measured points to which the balancer's simulator fits its steps.
 
     python -m tests.gpu.step_times --shape qwen3-4b --out tests/benchmarks/balancer/step_times/h200-qwen3-4b.json
 
-A point of prefill is (tokens that are nowhere cached, seconds); one of decode is (requests, tokens in them all,
-seconds). `balancer.regimes.fit_step_times` fits both. Steps that prefill and decode at once are not measured.
+A point of prefill is (uncached tokens, seconds); a point of decode is (requests, tokens in all of them, seconds).
+`balancer.regimes.fit_step_times` fits both. Steps that prefill and decode together are not measured.
 
-vLLM runs alone, without our service, prefix cache off, dummy weights: speed does not depend on what they are. A
-prefill is the time from its request to its first token; a decode step is the median time between two outputs while
-all B requests run.
+vLLM runs alone, without our service, with the prefix cache off and dummy weights, because speed does not depend on
+their values. A prefill is the time from its request to its first token; a decode step is the median time between
+two outputs while all B requests run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32000)
 DECODE_REQUESTS = (1, 4, 16, 64, 128, 256, 512)
 DECODE_CONTEXTS = (256, 1024, 4096, 16384)
 CONTEXT_TOKENS = 32768
-NUM_STEPS = 40  # of decoding, timed together
-REPEATS = 5  # of a prefill
-KV_SHARE = 0.9  # of the cache that a point may take: beyond it requests would be preempted
+NUM_STEPS = 40  # decode steps timed together
+REPEATS = 5  # per prefill
+KV_SHARE = 0.9  # share of the cache that a point may use: beyond it requests would be preempted
 
 
 def engine_of(shape: Shape, folder: Path, args: argparse.Namespace) -> LLMEngine:
@@ -57,7 +57,7 @@ def engine_of(shape: Shape, folder: Path, args: argparse.Namespace) -> LLMEngine
 
 
 def ask(engine: LLMEngine, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> None:
-    """Queue requests that sample exactly so many tokens."""
+    """Queue requests that each sample `num_tokens` tokens."""
     sampling = SamplingParams(
         max_tokens=num_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
@@ -66,7 +66,7 @@ def ask(engine: LLMEngine, prompts: Sequence[tuple[int, ...]], num_tokens: int) 
 
 
 def prefill_s(engine: LLMEngine, shape: Shape, num_tokens: int) -> float:
-    """Return the median seconds from a request of so many tokens to its first token."""
+    """Return the median seconds from a request of `num_tokens` tokens to its first token."""
     times = []
     for repeat in range(REPEATS + 1):
         prompts = random_prompts(shape, 1, num_tokens, seed=repeat)
@@ -75,11 +75,11 @@ def prefill_s(engine: LLMEngine, shape: Shape, num_tokens: int) -> float:
         while engine.has_unfinished_requests():
             engine.step()
         times.append(time.perf_counter() - begun)
-    return statistics.median(times[1:])  # the first may compile
+    return statistics.median(times[1:])  # the first one may compile
 
 
 def decode_s(engine: LLMEngine, shape: Shape, num_requests: int, context: int) -> float:
-    """Return the median seconds of a step in which so many requests, of so many tokens each, sample one each."""
+    """Return the median seconds of a decode step with `num_requests` requests of `context` tokens each."""
     prompts = random_prompts(shape, num_requests, context)
     ask(engine, prompts, num_sampled(num_requests, context))
     full: list[float] = []
@@ -100,20 +100,20 @@ def decode_s(engine: LLMEngine, shape: Shape, num_requests: int, context: int) -
 
 
 def num_sampled(num_requests: int, context: int) -> int:
-    """Return how many tokens let the first request run on until all have been prefilled, and `NUM_STEPS` more."""
+    """Return the number of tokens that keep the first request running for `NUM_STEPS` steps after all prefills."""
     return 2 * NUM_STEPS + num_requests * context // 2048
 
 
 def finish(engine: LLMEngine) -> None:
-    """End what runs."""
+    """Abort the running requests."""
     engine.abort_request(list(engine.output_processor.request_states))
     while engine.has_unfinished_requests():
         engine.step()
-    time.sleep(0.2)  # the engine core hears of it in its own time
+    time.sleep(0.2)  # the engine core processes the abort asynchronously
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Run all measurements, print and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--dtype", default="bfloat16")

@@ -1,4 +1,4 @@
-"""The runner of GPU checks: what fails or takes too long stops nothing else, and the table says it."""
+"""The runner of GPU checks: a failed or slow part does not stop the others, and the table reports it."""
 
 from __future__ import annotations
 

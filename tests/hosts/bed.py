@@ -1,11 +1,11 @@
 """Hosts on one Linux machine: each has its own network, disk, processes, name and shared memory.
 
-A host is an init process within namespaces of its own, whose end is the end of all that runs there, as that of a
-machine without power. Its `eth0` leads through a `link.py` process to a switch, which is a namespace too: nothing
-of the machine's own network is touched. The checkout and the machine's software are the same files for all hosts;
-`DISK`, where `TMPDIR` is too, and `/dev/shm` are each host's own. The disk outlives a loss of power.
+A host is an init process in its own namespaces; when it ends, all processes of the host end, as on a machine that
+loses power. Its `eth0` leads through a `link.py` process to a switch, which is also a namespace: the machine's own
+network is not touched. All hosts share the files of the checkout and the machine's software; `DISK`, which includes
+`TMPDIR`, and `/dev/shm` are separate per host. The disk outlives a loss of power.
 
-Needs root, `ip`, `unshare`, `nsenter` and `/dev/net/tun`; `why_not` says what is missing.
+Needs root, `ip`, `unshare`, `nsenter` and `/dev/net/tun`; `why_not` returns what is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 STATE = Path("/run/agentloop-hosts")
 DISK = Path("/mnt")
-"""Where each host has a disk of its own."""
+"""Mount point of each host's own disk."""
 
 _NETWORK = "10.77.0"
 _START_S = 20.0
@@ -37,7 +37,7 @@ _INIT += "    try: os.waitpid(-1, 0)\n    except ChildProcessError: signal.pause
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot have test hosts; None if it can."""
+    """Return the reason why this machine cannot have test hosts; None if it can."""
     if os.geteuid() != 0:
         return "test hosts need root"
     missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
@@ -58,7 +58,7 @@ class Host:
     environment: dict[str, str]
     link: subprocess.Popen[str]
     folder: Path
-    """The bed's, which has `disk-NUMBER` and `names`."""
+    """The bed's folder, with `disk-NUMBER` and `names`."""
     init: subprocess.Popen[bytes] | None = None
     init_pid: int = 0
     started: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Host:
         return f"{_NETWORK}.{10 + self.number}"
 
     def power_on(self) -> None:
-        """Start it, with the disk that it has."""
+        """Start the host, with its existing disk."""
         mounts = ["mount --make-rprivate /", "mount -t tmpfs -o size=2g tmpfs /dev/shm"]
         mounts += [f"mount --bind {self.folder}/disk-{self.number} {DISK}"]
         mounts += [f"mount --bind {self.folder}/names /etc/hosts"]
@@ -87,7 +87,7 @@ class Host:
             time.sleep(0.05)
 
     def start(self, command: Sequence[str], log: Path | None = None) -> subprocess.Popen[str]:
-        """Start a command there, in the checkout; its output goes to `log`, or to a pipe."""
+        """Start a command on the host, in the checkout; its output goes to `log`, or to a pipe."""
         inside = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(command)}"
         entered = ["nsenter", "-t", str(self.init_pid), "-n", "-p", "-m", "-u", "-i", "--", "bash", "-c", inside]
         with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ class Host:
         return process
 
     def run(self, command: Sequence[str], timeout_s: float = 60.0) -> str:
-        """Run a command there and return what it printed. Raises CalledProcessError with all of it."""
+        """Run a command on the host and return its output. Raises CalledProcessError with the whole output."""
         process = self.start(command)
         output, errors = process.communicate(timeout=timeout_s)
         if process.returncode != 0:
@@ -107,12 +107,12 @@ class Host:
         return output
 
     def received_bytes(self) -> int:
-        """The bytes that its interface has received."""
+        """Return the number of bytes that its interface has received."""
         (line,) = [line for line in self.run(["cat", "/proc/net/dev"]).splitlines() if "eth0:" in line]
         return int(line.partition(":")[2].split()[0])
 
     def order(self, order: str) -> None:
-        """Change its link: an order of `link.py`."""
+        """Change its link by an order of `link.py`."""
         assert self.link.stdin is not None
         assert self.link.stdout is not None
         self.link.stdin.write(order + "\n")
@@ -120,15 +120,15 @@ class Host:
         assert self.link.stdout.readline() == "done\n", f"the link did not {order}"
 
     def processes(self) -> Iterator[psutil.Process]:
-        """The processes there, seen from outside."""
+        """Return its processes, seen from outside."""
         own = os.readlink(f"/proc/{self.init_pid}/ns/pid")
         for process in psutil.process_iter():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 if os.readlink(f"/proc/{process.pid}/ns/pid") == own:
                     yield process
 
     def kill(self) -> None:
-        """Power off: all its processes end at once. Idempotent."""
+        """Power off: all processes end at once. Idempotent."""
         if self.init is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -144,13 +144,14 @@ class Host:
 
 
 class Bed:
-    """The hosts that a test has. Use it as a context; `add` a host at any time."""
+    """The hosts of a test. Use as a context manager; `add` a host at any time."""
 
     def __init__(self) -> None:
         self.name = f"alh{secrets.token_hex(2)}"
         self._folder = STATE / self.name
         self.hosts: list[Host] = []
-        self.address = f"{_NETWORK}.1"  # of the switch, in the namespace `name`: it is no host, and loses no power
+        # the switch's address in the namespace `name`: the switch is not a host, and does not lose power
+        self.address = f"{_NETWORK}.1"
 
     def __enter__(self) -> Bed:
         _remove_abandoned()
@@ -172,7 +173,7 @@ class Bed:
         self.close()
 
     def add(self, **environment: str) -> Host:
-        """Start one more host, whose processes have these variables too."""
+        """Start one more host, whose processes also have these environment variables."""
         number = len(self.hosts)
         namespace = f"{self.name}-{number}"
         _ip("netns", "add", namespace)
@@ -197,7 +198,7 @@ class Bed:
         return host
 
     def close(self) -> None:
-        """Remove all of it. Idempotent."""
+        """Remove all hosts and the switch. Idempotent."""
         for host in self.hosts:
             host.kill()
             host.link.kill()
@@ -213,7 +214,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _child_of(pid: int) -> int:
-    """Return the process that `unshare` forks, which is the init of its namespace."""
+    """Return the process that `unshare` forks: the init of its namespace."""
     deadline_at = time.monotonic() + _START_S
     while not (found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         assert time.monotonic() < deadline_at, "a host's namespaces were not made"
@@ -242,7 +243,7 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Remove the beds of test runs that have ended without it."""
+    """Remove the beds of test runs that ended without cleanup."""
     for owner in STATE.glob("*/owner"):
         if not Path(f"/proc/{owner.read_text()}").exists():
             _remove(owner.parent)

@@ -1,4 +1,4 @@
-"""Calls one after the other, from a host; prints the median of their seconds.
+"""Calls one after another, from a host; prints the median of their seconds.
 
 python -m tests.hosts.calls URL NUM
 """

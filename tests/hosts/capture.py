@@ -1,4 +1,4 @@
-"""What went over a test host's link: the bytes of its TCP connections, from the file that `link.py` records."""
+"""Traffic on a test host's link: the bytes of its TCP connections, from the file that `link.py` records."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _FILE_HEADER_BYTES, _FRAME_HEADER, _ETHERNET_BYTES = 24, struct.Struct("<IIII"),
 _IPV4, _TCP = 0x0800, 6
 
 Flow = tuple[bytes, int, bytes, int]
-"""One way of a connection: source address and port, and the destination's."""
+"""One direction of a connection: source address and port, destination address and port."""
 
 
 def flows(path: Path) -> dict[Flow, bytes]:
-    """Return the bytes of each way of each connection, in their order."""
+    """Return the bytes of each direction of each connection, in order."""
     segments: dict[Flow, dict[int, bytes]] = defaultdict(dict)
     for frame in _frames(path.read_bytes()):
         if int.from_bytes(frame[12:14]) != _IPV4 or frame[_ETHERNET_BYTES + 9] != _TCP:

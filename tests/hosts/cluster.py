@@ -20,7 +20,7 @@ KEY, ADMIN_KEY = "user-key", "admin-key"
 PORT = 8000
 RUNS = DISK / "runs"
 CLOCK_VARIABLE = "AGENTLOOP_TEST_CLOCK_S"
-"""The seconds that a host's clock is ahead, for the `sitecustomize` of `clock`."""
+"""Environment variable with the seconds by which a host's clock is ahead, for the `sitecustomize` of `clock`."""
 
 _CLOCK = Path(__file__).parent / "clock"
 _RAY_PORT = 6379
@@ -28,7 +28,7 @@ _START_S = 180.0
 
 
 class Cluster:
-    """Hosts of which the first is the head of a Ray cluster. `folder` is no host's own."""
+    """Hosts of which the first is the head of a Ray cluster. `folder` is shared by all hosts."""
 
     def __init__(self, bed: Bed, folder: Path, head_cpus: int = 2) -> None:
         self.bed = bed
@@ -51,9 +51,9 @@ class Cluster:
         return self.bed.hosts
 
     def add(self, num_cpus: int = 2, clock_s: float = 0.0, labels: str = "") -> Host:
-        """Start a host and Ray on it, as one more node. Its clock, as Python tells it, is so much ahead.
+        """Start a host with Ray, as one more node. Python's clock on it is ahead by `clock_s`.
 
-        `labels` are Ray's, as `zone=a`.
+        `labels` are Ray's, such as `zone=a`.
         """
         apart = {}
         if clock_s:
@@ -63,17 +63,17 @@ class Cluster:
         return host
 
     def bystander(self) -> Host:
-        """Start a host that is no node of the cluster."""
+        """Start a host that is not a node of the cluster."""
         return self.bed.add(**self._variables)
 
     def restart(self, host: Host) -> None:
-        """Power a host off and on again, and start Ray there."""
+        """Power a host off and on again, and restart Ray on it."""
         host.kill()
         host.power_on()
         self.start_ray(host)
 
     def start_ray(self, host: Host, num_cpus: int = 2, labels: str = "") -> None:
-        """Start Ray on a host, as systemd would, and wait until its node is there."""
+        """Start Ray on a host, as systemd would, and wait until its node has joined."""
         command = [sys.executable, "-m", "tests.hosts.ray_start", "start", f"--node-ip-address={host.address}"]
         command += [f"--num-cpus={num_cpus}", "--object-store-memory=100000000"]
         command += [f"--labels={labels}"] if labels else []
@@ -84,7 +84,6 @@ class Cluster:
         host.run(command, _START_S)
 
     def status(self) -> dict[str, Any]:
-        """The service's status."""
         return self.call(self.head, "/status")
 
     def call(
@@ -97,18 +96,18 @@ class Cluster:
         return json.loads(host.run([*command, f"http://{self.head.address}:{PORT}{path}"], timeout_s + 10.0))
 
     def drain(self, host: Host) -> str:
-        """Drain a host by its command, until it may go. Raises CalledProcessError."""
+        """Drain a host by its command, until it may be removed. Raises CalledProcessError."""
         command = [sys.executable, "-m", "agentloop_servers.cli", "drain", host.address]
         return self.head.run([*command, "--url", f"http://{self.head.address}:{PORT}"], 120.0)
 
     def doctor(self, config: str = "servers/cluster.yaml") -> str:
-        """The doctor's words on the cluster, well or not."""
+        """Return the doctor's output on the cluster, whether or not it passes."""
         command = [sys.executable, "-m", "agentloop_servers.cli", "doctor", "--cluster", "--config", config]
         return self.head.run(["sh", "-c", f"COLUMNS=200 {shlex.join(command)} 2>&1; echo exit $?"], 120.0)
 
     @contextlib.contextmanager
     def service(self, base: str = "servers/simulated.yaml", **args: object) -> Iterator[None]:
-        """The service of a shipped config, with other arguments, ready."""
+        """Start the service from a shipped config with other arguments; it is ready."""
         document = yaml.safe_load(Path(base).read_text())
         document["applications"][0]["args"] |= {"host": "0.0.0.0", "port": PORT, **args}
         config = self._folder / "config.yaml"
@@ -117,11 +116,11 @@ class Cluster:
         yield
 
     def resume(self) -> None:
-        """Go on with the run that is on the head's disk, until the service is ready."""
+        """Resume the run on the head's disk, and wait until the service is ready."""
         self._serve("--resume", self.run_dir())
 
     def run_dir(self) -> str:
-        """The directory of the run, on the head."""
+        """Return the directory of the run, on the head."""
         return self.head.run(["readlink", "-f", str(RUNS / "latest")]).strip()
 
     def _serve(self, *options: str) -> None:

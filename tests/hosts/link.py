@@ -2,10 +2,10 @@
 
     python -m tests.hosts.link SWITCH HOST NAME ADDRESS/PREFIX
 
-A TAP device in the host's network namespace and one in the switch's, with this process between them: kernels
-without the netem scheduler have no other way to delay. Orders are lines on stdin, each answered by one on stdout:
-`delay MS` (each way), `loss PERCENT`, `cut`, `cut in`, `cut out` (one way: towards the host, from it) and `heal`;
-`record FILE`, a pcap file that gets all frames until `record` alone. Needs root.
+One TAP device is in the host's network namespace and one in the switch's, with this process between them, because
+kernels without the netem scheduler have no other way to delay. Orders are lines on stdin, each answered by one line
+on stdout: `delay MS` (each way), `loss PERCENT`, `cut`, `cut in`, `cut out` (one way: towards the host, from it)
+and `heal`; `record FILE` writes all frames to a pcap file until `record` alone. Needs root.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _CLONE_NEWNET = 0x40000000
 _MAX_FRAME_BYTES = 70_000
 _PCAP_BEGIN = struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, _MAX_FRAME_BYTES, 1)  # Ethernet
-_PCAP_FRAME = struct.Struct("<IIII")  # seconds, microseconds, bytes here, bytes in all
-_BATCH = 64  # frames of one side before the other side is looked at
+_PCAP_FRAME = struct.Struct("<IIII")  # seconds, microseconds, captured bytes, original bytes
+_BATCH = 64  # frames of one side before the other side is polled
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -45,7 +45,7 @@ def in_namespace(name: str) -> None:
 
 
 def tap(name: str) -> int:
-    """Return the descriptor of a new TAP device of the present namespace."""
+    """Return the descriptor of a new TAP device in the current namespace."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return descriptor
@@ -56,20 +56,20 @@ def run(command: str) -> None:
 
 
 class Link:
-    """Two TAP devices, and what happens to a frame between them."""
+    """Two TAP devices, and the handling of frames between them."""
 
     def __init__(self, outer: int, inner: int) -> None:
         self._to = {outer: inner, inner: outer}
         self._outer = outer
         self._delay_s = 0.0
         self._loss = 0.0
-        self._cut: frozenset[int] = frozenset()  # the devices whose frames go nowhere
-        self._late: list[tuple[float, int, int, bytes]] = []  # due at, number, where to, frame
+        self._cut: frozenset[int] = frozenset()  # devices whose frames are dropped
+        self._late: list[tuple[float, int, int, bytes]] = []  # time due, number, destination, frame
         self._num_frames = 0
         self._record: BinaryIO | None = None
 
     def obey(self, order: str) -> None:
-        """Carry out one order."""
+        """Execute one order."""
         match order.split():
             case ["delay", ms]:
                 self._delay_s = float(ms) / 1000
@@ -91,7 +91,7 @@ class Link:
                 raise ValueError(f"no order: {order}")
 
     def take(self, side: int) -> None:
-        """Take what has come on one side."""
+        """Read the frames that have arrived on one side."""
         for _ in range(_BATCH):
             try:
                 frame = os.read(side, _MAX_FRAME_BYTES)
@@ -109,7 +109,7 @@ class Link:
                 _send(self._to[side], frame)
 
     def send_due(self) -> float | None:
-        """Send the frames whose time has come; returns the seconds until the next one's."""
+        """Send the frames that are due; returns the seconds until the next one."""
         now = time.monotonic()
         while self._late and self._late[0][0] <= now:
             _, _, side, frame = heapq.heappop(self._late)
@@ -118,7 +118,7 @@ class Link:
 
 
 def _send(side: int, frame: bytes) -> None:
-    with contextlib.suppress(OSError):  # a full queue drops, as a switch's does
+    with contextlib.suppress(OSError):  # a full queue drops, like a switch
         os.write(side, frame)
 
 
@@ -132,7 +132,8 @@ def main() -> None:
     run(f"ip addr add {address} dev eth0")
     run("ip link set eth0 up")
     gateway = address.rpartition(".")[0] + ".1"
-    run(f"ip route add default via {gateway}")  # nothing behind it: Ray asks the kernel for the way out
+    # nothing is reachable through it, but Ray asks the kernel for the default route
+    run(f"ip route add default via {gateway}")
     link, poll = Link(outer, inner), select.poll()
     for descriptor in (0, outer, inner):
         poll.register(descriptor, select.POLLIN)
@@ -145,7 +146,7 @@ def main() -> None:
                 continue
             order = sys.stdin.readline()
             if not order:
-                return  # the bed is gone
+                return  # the bed has ended
             link.obey(order)
             print("done", flush=True)
 

@@ -1,6 +1,8 @@
-"""The load of a test: trajectories of some seconds, submitted from a host; a line of JSON for each record.
+"""The load of a test: trajectories of some seconds, submitted from a host; prints one JSON line per record.
 
-python -m tests.hosts.load URL NUM_TASKS NUM_SAMPLES [LOOP]: Paced, or Searching, whose trajectories can resume
+    python -m tests.hosts.load URL NUM_TASKS NUM_SAMPLES [LOOP]
+
+LOOP is Paced, or Searching, whose trajectories can resume.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from tests.hosts.cluster import KEY
 
 NUM_TURNS = 6
 TURN_TOKENS = 160
-PAUSE_S = 0.5  # of a tool, say
+PAUSE_S = 0.5  # duration of a tool call, for example
 SEARCHING_TURNS, SEARCHING_TOKENS = 12, 32
 PROMPT = "Begin with the words of this prompt."
 
 
 class Arrival(msgspec.Struct):
-    """One record as it came: the time, by the system's clock, and what a test asks of it."""
+    """One record on arrival: the time by the system's clock, and the values that a test checks."""
 
     at: float
     name: str
@@ -34,12 +36,12 @@ class Arrival(msgspec.Struct):
     attempt: int
     replica_ids: list[str]
     num_sampled: int
-    num_lost: int  # tokens that were sampled again, but for those of a turn that its worker was lost in
+    num_lost: int  # tokens that were sampled again, except those of the turn during which its worker was lost
     num_resumed_turns: int
     num_turns: int
     num_tool_calls: int
-    unavailable_s: float  # the longest of a turn: its replica was lost, and it had no other yet
-    first_turn_at: float  # of the attempt that made the record: the first one that it did not resume
+    unavailable_s: float  # longest unavailability in a turn: its replica was lost, and it had no other replica yet
+    first_turn_at: float  # in the attempt that made the record: its first turn that was not resumed
 
 
 class Paced:
@@ -60,7 +62,7 @@ async def search(number: int) -> str:
 
 
 class Searching:
-    """Turns with calls of a tool between them; what a lost worker had of them is resumed."""
+    """Turns with tool calls between them; the progress on a lost worker is resumed."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample(max_tokens=SEARCHING_TOKENS)
@@ -73,7 +75,7 @@ class Searching:
 
 
 def arrival_of(record: Trajectory) -> Arrival:
-    """What a test asks of a record that has come just now."""
+    """Return the checked values of a record that has just arrived."""
     turns = [turn for path in record.paths for turn in path.turns]
     assert record.times is not None
     new = [turn.times.begun_us for turn in turns[record.num_resumed_turns :] if turn.times is not None]

@@ -1,8 +1,8 @@
-"""A trainer and its questions, on a host: the shipped policy's greedy answers, before and after an update.
+"""A trainer and its prompts on a host: the shipped policy's greedy answers, before and after an update.
 
-python -m tests.hosts.policy URL [directory|push VERSION]
+    python -m tests.hosts.policy URL [directory|push VERSION]
 
-An even VERSION has the weights of the folder v0, an odd one those of v1. Calls run while they come. Prints JSON.
+An even VERSION has the weights of the folder v0, an odd one those of v1. Calls run during the update. Prints JSON.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ QUESTIONS = ["What is 23 x 17?", "First multiply 19 by 200, then divide the resu
 
 
 class Said(msgspec.Struct):
-    """What the service answered."""
+    """The answers of the service."""
 
     answers: list[list[int]]
     replica_id: str
-    transports: list[str] = []  # of an update
-    versions: list[int] = []  # under which calls sampled meanwhile
+    transports: list[str] = []  # transports of an update
+    versions: list[int] = []  # versions under which calls sampled during the update
 
 
 def prompts() -> list[list[int]]:
-    """The questions as token ids."""
+    """Return the prompts as token ids."""
     tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
     texts = (f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS)
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

@@ -16,7 +16,7 @@ from tests.hosts.cluster import ADMIN_KEY, KEY
 
 
 def values_of(version: int, mib: int) -> torch.Tensor:
-    """The large tensor of a version."""
+    """Return the large tensor of a version."""
     return torch.arange(mib * 2**18, dtype=torch.float32) + version
 
 

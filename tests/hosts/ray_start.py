@@ -1,4 +1,7 @@
-"""`ray start` with the patience of the service's own start: `python -m tests.hosts.ray_start start --head ...`."""
+"""`ray start` with the longer timeouts of the service's own start:
+
+`python -m tests.hosts.ray_start start --head ...`.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Agents in sessions over the hosts of a service: opened at one, continued at the next, until the last is lost.
+"""Agents in sessions over the hosts of a service: opened on one host, continued on the next.
 
-python -m tests.hosts.sessions lost|kept URL... A line "continued" says that the last one may be killed. Exits
-with 0 if each session of the others went on at once, and those of the lost host did what the first word says. lost:
-each was answered 410 within 30 s, and its id was of use again. kept: each went on within 20 s, also those whose ids
-the service made; the last line tells of all of them, each a `Kept`.
+    python -m tests.hosts.sessions lost|kept URL...
+
+The output line "continued" means that the last host may be killed. Exits with 0 if each session of the other hosts
+continued at once, and the sessions of the lost host behaved as the first argument says. lost: each was answered
+with 410 within 30 s, and its id could be used again. kept: each continued within 20 s, including sessions whose ids
+the service chose; the last line has one `Kept` per session.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ SYSTEM = "Be as brief as this prompt of a session."
 LOST_WITHIN_S = 30.0
 KEPT_WITHIN_S = 20.0
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
-_SLOW_FACTOR = 2.0  # two busy cores are three hosts
+_SLOW_FACTOR = 2.0  # two busy cores run three hosts
 
 
 class Kept(msgspec.Struct):
-    """A session that went on."""
+    """A session that continued."""
 
     path: str
     key: str
@@ -37,10 +39,10 @@ class Kept(msgspec.Struct):
 
 
 class Agent:
-    """One session, at whichever host it is told to call."""
+    """One session, called on any host."""
 
     def __init__(self, http: aiohttp.ClientSession, session_id: str | None) -> None:
-        """Without an id the service makes one."""
+        """Without an id, the service chooses one."""
         self._http = http
         self.session_id = session_id
         self.messages: list[dict[str, str]] = [{"role": "system", "content": SYSTEM}]
@@ -48,14 +50,14 @@ class Agent:
         self.num_turns = 0
 
     async def open(self, url: str) -> None:
-        """Make the session, anew."""
+        """Create the session with an empty history."""
         self.messages = self.messages[:1]
         body = {} if self.session_id is None else {"session_id": self.session_id}
         user = {"authorization": f"Bearer {KEY}"}
         said: dict[str, str] = {}
         while not said:
             async with self._http.post(f"{url}/sessions", json=body, headers=user) as answer:
-                if answer.status == 503:  # the processes do not know each other yet
+                if answer.status == 503:  # the processes have not discovered each other yet
                     await asyncio.sleep(0.5)
                     continue
                 assert answer.status == 200, await answer.text()
@@ -64,7 +66,7 @@ class Agent:
         self.holder = urlsplit(said["direct_url"]).netloc
 
     async def say(self, url: str) -> tuple[int, str]:
-        """One call; returns its status, and the code of its error."""
+        """Send one call; returns its status, and the code of its error."""
         self.messages.append({"role": "user", "content": "Go on."})
         body = {"model": "default", "messages": self.messages, "max_tokens": 8}
         path = f"{url}/sessions/{self.session_id}/v1/chat/completions"
@@ -80,7 +82,7 @@ class Agent:
 
 
 async def until_lost(agent: Agent, url: str) -> float:
-    """Call until the session is named lost; returns the seconds from the first call that failed."""
+    """Call until the session is reported lost; returns the seconds since the first failed call."""
     began_at = time.monotonic()
     while (said := await agent.say(url)) != (410, "session_lost"):
         assert said[0] in (410, 503), said
@@ -90,7 +92,7 @@ async def until_lost(agent: Agent, url: str) -> float:
 
 
 async def until_kept(agent: Agent, url: str, since: float) -> float:
-    """Call until the session goes on; returns the seconds since then."""
+    """Call until the session continues; returns the seconds since `since`."""
     while (said := await agent.say(url)) != (200, ""):
         assert said[0] == 503, said
         assert time.monotonic() - since < 3 * KEPT_WITHIN_S, said

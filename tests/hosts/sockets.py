@@ -1,4 +1,4 @@
-"""The listening sockets of all processes of a test host, and what a stranger on another host is told there."""
+"""The listening sockets of all processes of a test host, and their answers to unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.hosts.bed import ROOT, Host
 _LISTEN = "0A"
 _ANSWER_S = 3.0
 GET = b"GET /status HTTP/1.1\r\nhost: stranger\r\nauthorization: Bearer admin-key\r\n\r\n"
-HELLO = b"\0agentloop/1\0" + bytes(24)  # of a key that no process has
+HELLO = b"\0agentloop/1\0" + bytes(24)  # no process has this key
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class Listener:
 
     @property
     def is_open_to_others(self) -> bool:
-        """Whether another host can reach it at all."""
+        """Return True if another host can reach the socket."""
         return not ipaddress.ip_address(self.address).is_loopback
 
     def is_of(self, kind: str) -> bool:
-        """Whether a process of this kind holds it."""
+        """Return True if a process of this kind holds the socket."""
         return any(kind in owner for owner in self.owners)
 
 
 def listeners(host: Host) -> list[Listener]:
-    """Return those of a host, seen from outside of it."""
+    """Return the listeners of a host, seen from outside it."""
     owners: dict[str, set[str]] = defaultdict(set)
     for process in host.processes():
-        with suppress(OSError, psutil.Error):  # it has ended
+        with suppress(OSError, psutil.Error):  # the process has ended
             command = " ".join(process.cmdline())
             for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
                 with suppress(OSError):
@@ -70,7 +70,7 @@ def _listening(pid: int) -> Iterator[tuple[str, int, str]]:
 
 
 def documented() -> list[tuple[str, str]]:
-    """Return the table of ports of the docs: the port, and the listeners there."""
+    """Return the docs' table of ports: the port, and its listeners."""
     text = (ROOT / "docs" / "guides" / "cluster.md").read_text()
     table = text.partition("| port | listener | reached from |\n")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
@@ -80,7 +80,7 @@ def documented() -> list[tuple[str, str]]:
 def told(
     stranger: Host, address: str, ports: list[int], said: bytes = GET, *, tls: bool = False
 ) -> dict[int, bytes]:
-    """Return what the listeners of an address answer to a stranger's first words; its own end is left open."""
+    """Return the answers of an address's listeners to a client's first bytes; the client keeps its side open."""
     command = [sys.executable, "-m", "tests.hosts.sockets", address, said.hex(), str(int(tls)), *map(str, ports)]
     answers = json.loads(stranger.run(command))
     return {int(port): bytes.fromhex(answer) for port, answer in answers.items()}

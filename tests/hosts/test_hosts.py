@@ -1,7 +1,7 @@
-"""One service over three hosts: what a cut, a kill and a join of a host cost, as a client sees it.
+"""One service over three hosts: the cost of a cut, a kill and a join of a host, as seen by a client.
 
-`make test-hosts`. Each event strikes a host with a replica and a worker while trajectories run; a record that is
-missing, doubled or incomplete fails the test, and the longest time without a record is bounded widely.
+`make test-hosts`. Each event affects a host with a replica and a worker while trajectories run. A record that is
+missing, doubled or incomplete fails the test; the longest time without a record has a wide bound.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LOAD_S = 400.0
 
 @pytest.fixture
 def head(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A cluster that is a head alone; a parameter is the number of its CPUs."""
+    """A cluster with only a head; a parameter is the number of its CPUs."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with Bed() as bed:
@@ -64,7 +64,7 @@ def cluster(head: Cluster) -> Cluster:
 
 
 class Load:
-    """A load under way on a host, by the public port of a host: both are the head if left out."""
+    """A running load on one host, through the public port of a host: both default to the head."""
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class Load:
         self._process = host.start(command, self._output)
 
     def arrivals(self) -> list[Arrival]:
-        """What has come so far."""
+        """Return the records that have arrived."""
         lines = self._output.read_text().splitlines(keepends=True)
         return [msgspec.json.decode(line, type=Arrival) for line in lines if line.startswith("{") and "\n" in line]
 
     def wait_for(self, num: int, timeout_s: float = 120.0) -> None:
-        """Wait until so many records have come."""
+        """Wait until `num` records have arrived."""
         deadline_at = time.monotonic() + timeout_s
         while len(self.arrivals()) < num:
             assert self._process.poll() is None, self._output.read_text()[-2000:]
@@ -95,7 +95,7 @@ class Load:
             time.sleep(0.2)
 
     def ended(self) -> list[Arrival]:
-        """Wait for the end; each record came, once, and whole."""
+        """Wait for the end; check that each record arrived once, and is complete."""
         try:
             assert self._process.wait(LOAD_S) == 0, self._output.read_text()[-2000:]
         except subprocess.TimeoutExpired:
@@ -109,18 +109,18 @@ class Load:
 
 
 def longest_gap_s(arrivals: list[Arrival], since: float) -> float:
-    """The longest time without a record, from the event to the last record."""
+    """Return the longest time without a record, from the event to the last record."""
     times = [since, *(one.at for one in arrivals if one.at > since)]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 def replicas_of(cluster: Cluster) -> dict[str, str]:
-    """States of replicas by id, as the service tells."""
+    """Return the states of replicas by id, as reported by the service."""
     return {one["replica_id"]: one["state"] for one in cluster.status()["replicas"]}
 
 
 def until(condition: Callable[[], bool], state: Callable[[], object], timeout_s: float = 120.0) -> None:
-    """Wait for a condition; `state` says what there is instead."""
+    """Wait for a condition; on a timeout, the error includes `state`."""
     deadline_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_at, state()
@@ -128,7 +128,7 @@ def until(condition: Callable[[], bool], state: Callable[[], object], timeout_s:
 
 
 def until_ready(cluster: Cluster, num: int, timeout_s: float = 120.0, *, is_exact: bool = False) -> None:
-    """Wait until so many replicas take traffic, or no more than these."""
+    """Wait until at least `num` replicas take traffic; with `is_exact`, exactly `num`."""
     deadline_at = time.monotonic() + timeout_s
     while (found := list(replicas_of(cluster).values()).count("ready")) < num or (is_exact and found > num):
         assert time.monotonic() < deadline_at, replicas_of(cluster)
@@ -136,7 +136,7 @@ def until_ready(cluster: Cluster, num: int, timeout_s: float = 120.0, *, is_exac
 
 
 def versions_of(cluster: Cluster) -> set[int | None]:
-    """The weight versions that replicas serve."""
+    """Return the weight versions that replicas serve."""
     return {one["weight_version"] for one in cluster.status()["replicas"]}
 
 
@@ -156,7 +156,7 @@ ARGS: dict[str, Any] = {
 }
 
 
-PROCESSES = {  # our own, and the docs' words for their listeners
+PROCESSES = {  # our own processes, and the docs' names for their listeners
     "ray::ServeReplica:agentloop:Coordinator": "coordinator (head)",
     "ray::ServeReplica:agentloop:EngineReplica": "engine replicas",
     "ray::ServeReplica:agentloop:Ingress": "ingress processes",
@@ -164,17 +164,17 @@ PROCESSES = {  # our own, and the docs' words for their listeners
     "ray::PortKeeper": None,
     "agentloop_servers.cli serve": None,
 }
-GRPC = b"\0\0"  # an HTTP/2 frame of settings, to whatever comes: each process of Ray's has such a port
+GRPC = b"\0\0"  # an HTTP/2 settings frame, sent unconditionally: each Ray process has such a port
 REFUSED = b"HTTP/1.1 401 "
 
 
 def kind_of(listener: Listener) -> str | None:
-    """The kind of our processes that has it."""
+    """Return the kind of our process that holds the listener."""
     return next((kind for kind in PROCESSES if listener.is_of(kind)), None)
 
 
 def check_sockets(cluster: Cluster, *, tls: bool = False) -> None:
-    """Each listener of ours is in the docs' table, and tells a stranger 401 alone; the others are Ray's."""
+    """Check that our listeners are documented and answer a stranger only with 401; the others are Ray's."""
     table = dict(documented())
     for host in cluster.hosts:
         stranger = next(other for other in cluster.hosts if other is not host)
@@ -209,7 +209,7 @@ def check_sockets(cluster: Cluster, *, tls: bool = False) -> None:
 
 
 class Watch:
-    """The replicas that did not take traffic, while it is used as a context: host, id and state, by the time."""
+    """Records replicas that take no traffic while it is used as a context: host, id and state, by time."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -232,12 +232,12 @@ class Watch:
             self.seen.append((time.time(), states))
 
     def gone_s(self, host: Host, since: float) -> float | None:
-        """The time until a host's replica was first seen without traffic; None if it never was."""
+        """Return the time until a host's replica was first seen without traffic; None if it never was."""
         later = ((at - since, states.values()) for at, states in self.seen if at > since)
         return next((after_s for after_s, states in later if (host.address, "ready") not in states), None)
 
     def states_of(self, *hosts: Host) -> set[str]:
-        """All states in which replicas of these hosts were seen."""
+        """Return all states in which replicas of these hosts were seen."""
         addresses = {host.address for host in hosts}
         return {state for _, states in self.seen for host, state in states.values() if host in addresses}
 
@@ -268,15 +268,16 @@ def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_p
                 until_ready(cluster, NUM_HOSTS)
             if event == "cut 75 s":
                 comes_back(cluster, struck, watch, since + 75.0)
-        assert "suspect" not in watch.states_of(*cluster.hosts[:-1])  # nothing counts against the others
+        assert "suspect" not in watch.states_of(*cluster.hosts[:-1])  # no other replica is suspected
 
 
 def comes_back(cluster: Cluster, struck: Host, watch: Watch, healed_at: float) -> None:
-    """A host that was away for more than `dead_after_s`, and than Ray bears, is of use once its Ray is up again."""
+    """Check that a host that was away too long for Ray rejoins once its Ray is restarted."""
     until(lambda: "raylet" not in struck.run(["ps", "ax", "-o", "args"]), lambda: replicas_of(cluster))
     print(f"its Ray had ended {time.time() - healed_at:.0f} s after healing")
     since_then = [(at - healed_at, states.values()) for at, states in watch.seen if at > healed_at]
-    assert [at for at, states in since_then if (struck.address, "ready") in states] == []  # of what Ray ends soon
+    # such a replica would soon be ended by Ray
+    assert [at for at, states in since_then if (struck.address, "ready") in states] == []
     cluster.restart(struck)
     began_at = time.monotonic()
     until(lambda: all(running(struck, kind) for kind in ("AgentLoopWorker", "Ingress")), lambda: cluster.status())
@@ -285,13 +286,13 @@ def comes_back(cluster: Cluster, struck: Host, watch: Watch, healed_at: float) -
 
 
 def median_call_s(cluster: Cluster) -> float:
-    """The time of a short call, from the head."""
+    """Return the duration of a short call from the head."""
     url = f"http://{cluster.head.address}:{PORT}"
     return float(cluster.head.run([cluster.python, "-m", "tests.hosts.calls", url, "40"], 120.0))
 
 
 def check_slow_links(cluster: Cluster, folder: Path) -> None:
-    """No alarm, and two round trips a call at most: between hosts 200 ms, and 2 % of all frames lost each way."""
+    """Check that 200 ms between hosts and 2 % lost frames raise no alarm, and cost two round trips per call."""
     quick_s = median_call_s(cluster)
     for host in cluster.hosts:
         host.order("delay 50")
@@ -325,7 +326,7 @@ def test_engines_and_workers_are_on_every_host_also_by_slow_links(cluster: Clust
 
 
 def answered(host: Host, path: str, body: object, key: str = KEY) -> tuple[int, str, dict[str, Any]]:
-    """The status, retry-after and body of a call to a host, from itself; status 0 without an answer."""
+    """Return status, retry-after and body of a host's call to itself; status 0 without an answer."""
     command = ["curl", "-s", "-m", "35", "-w", "\n%{http_code} %header{retry-after}"]
     command += ["-H", f"Authorization: Bearer {key}", "-H", "content-type: application/json"]
     command += ["-d", json.dumps(body), f"http://{host.address}:{PORT}{path}"]
@@ -367,7 +368,7 @@ def test_a_lost_head_s_run_goes_on_from_its_disk(head: Cluster, tmp_path: Path) 
         went_on = [seconds for status, _, seconds in said if status == 200]
         print(f"\ncalls of sessions: {len(went_on)} of {num_sessions} went on, after {max(went_on):.1f} s at most")
         assert max(went_on) < 15.0
-        # The others are on the head's disk, or had a place on its replica: only a coordinator gives another one.
+        # The others are on the head's disk, or had a lease on its replica: only a coordinator grants another lease.
         kinds = {(status, retry_after != "") for status, retry_after, _ in said}
         assert kinds <= {(200, False), (503, True), (0, False)}
         cluster.restart(cluster.head)
@@ -393,7 +394,7 @@ def test_the_doctor_shows_what_differs_between_hosts(cluster: Cluster) -> None:
 
 
 def running(host: Host, kind: str) -> int:
-    """The processes of a kind on a host."""
+    """Return the processes of a kind on a host."""
     return host.run(["ps", "ax", "-o", "args"]).count(f"ray::ServeReplica:agentloop:{kind}")
 
 
@@ -467,7 +468,7 @@ def test_engines_are_on_the_hosts_of_their_labels(head: Cluster) -> None:
 
 
 def talking(cluster: Cluster, output: Path, fate: str = "lost") -> subprocess.Popen[str]:
-    """Agents with sessions that were opened on one host and continued through the others, until one is lost."""
+    """Run agents with sessions that are opened on one host and continued on others, until one host is lost."""
     urls = [f"http://{host.address}:{PORT}" for host in cluster.hosts]
     talk = cluster.head.start([cluster.python, "-m", "tests.hosts.sessions", fate, *urls], output)
     while "continued" not in output.read_text():
@@ -477,7 +478,7 @@ def talking(cluster: Cluster, output: Path, fate: str = "lost") -> subprocess.Po
 
 
 def test_sessions_are_on_every_host_and_lost_with_theirs_alone(head: Cluster, tmp_path: Path) -> None:
-    """Where the hosts' clocks are hours apart, too."""
+    """The hosts' clocks also differ by hours."""
     cluster = head
     for clock_s in (3600.0, -3600.0):
         host = cluster.add(clock_s=clock_s)
@@ -498,14 +499,14 @@ def test_sessions_are_on_every_host_and_lost_with_theirs_alone(head: Cluster, tm
 
 @pytest.fixture
 def database(cluster: Cluster) -> Iterator[PostgresServer]:
-    """A PostgreSQL server that all hosts reach, and that is on none of them."""
+    """A PostgreSQL server that all hosts reach, and that runs outside them."""
     server = PostgresServer(cluster.bed.address, cluster.bed.name)
     yield server
     server.close()
 
 
 def num_recorded(cluster: Cluster, session: Kept) -> int:
-    """The turns in its record, which has one path."""
+    """Return the number of turns in its record, which has one path."""
     path = f"{session.path}/trajectories"
     (record,) = cluster.call(cluster.head, path, key=session.control_key)
     (one,) = record["paths"]
@@ -513,7 +514,7 @@ def num_recorded(cluster: Cluster, session: Kept) -> int:
 
 
 def told_on(host: Host, sessions: list[Kept]) -> set[int]:
-    """The statuses of calls of sessions, made on a host to itself."""
+    """Return the statuses of session calls from a host to itself."""
     body = {"model": "default", "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 8}
     with ThreadPoolExecutor(len(sessions)) as threads:
         told = threads.map(
@@ -526,10 +527,10 @@ def told_on(host: Host, sessions: list[Kept]) -> set[int]:
 def test_with_a_database_what_a_lost_host_had_goes_on(
     cluster: Cluster, database: PostgresServer, tmp_path: Path, event: str
 ) -> None:
-    """Trajectories at their last turn, sessions with all their turns: so they are after a cut is healed, too."""
+    """Trajectories are at their last turn, and sessions have all turns; the same holds after a healed cut."""
     struck = cluster.hosts[-1]
     roomy = {"capacity": NUM_TASKS * NUM_SAMPLES // 2, "tools": {"search": "tests.hosts.load:search"}}
-    args = {**ARGS, "workers": {**ARGS["workers"], **roomy}}  # two workers have places for all
+    args = {**ARGS, "workers": {**ARGS["workers"], **roomy}}  # two workers have slots for all
     with cluster.service(store=database.url, **args):
         output = tmp_path / "sessions.txt"
         talk = talking(cluster, output, "kept")
@@ -563,7 +564,7 @@ def test_with_a_database_what_a_lost_host_had_goes_on(
 
 
 def with_coordinator(hosts: list[Host]) -> list[Host]:
-    """Those of hosts that have the coordinator's process."""
+    """Return the hosts with the coordinator's process."""
     return [host for host in hosts if running(host, "Coordinator")]
 
 
@@ -578,7 +579,7 @@ print(time.time(), flush=True)
 
 
 def accepted_at(host: Host) -> float:
-    """Submit until that is accepted; returns when it was."""
+    """Submit until a submission is accepted; returns its time."""
     number = 0
     while True:
         number += 1
@@ -623,13 +624,13 @@ def test_with_a_database_a_lost_coordinator_beside_the_head_goes_on_elsewhere(
 
 def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:
     """Push a tensor from the head; returns the report."""
-    url = f"http://127.0.0.1:{PORT}"  # what the trainer offers must reach the others all the same
+    url = f"http://127.0.0.1:{PORT}"  # the trainer's sender must be reachable by the other hosts nevertheless
     command = [cluster.python, "-m", "tests.hosts.push", url, str(version), str(mib)]
     return msgspec.json.decode(cluster.head.run(command, LOAD_S), type=dict[str, Any])
 
 
 def sent_to(receivers: list[Host], sender: Host, folder: Path, num_tensors: int, num_bytes: int) -> SendReport:
-    """Push tensors from one process of a host to one of each host given, without a service."""
+    """Push tensors from one process of a host to one process of each given host, without a service."""
     module = [sys.executable, "-m", "tests.servers.weight_transfer.push_process"]
     sending = sender.start([*module, "send", "-1", "auto", sender.address, str(num_tensors), str(num_bytes)])
     assert sending.stdout is not None
@@ -660,7 +661,7 @@ def test_a_push_crosses_a_link_once_for_all_workers_of_a_host(tmp_path: Path) ->
 
 @contextlib.contextmanager
 def watched(host: Host, kind: str) -> Iterator[set[Listener]]:
-    """The listeners that a kind of processes on a host has meanwhile."""
+    """Collect the listeners of a kind of process on a host while the block runs."""
     found: set[Listener] = set()
     is_over = threading.Event()
 
@@ -678,7 +679,7 @@ def watched(host: Host, kind: str) -> Iterator[set[Listener]]:
 
 
 def in_clear(record: Path, needles: list[bytes]) -> tuple[set[bytes], set[bytes]]:
-    """What of this crossed a link in clear: by public ports, and by all others."""
+    """Return the needles that crossed a link in clear text: through public ports, and through all others."""
     found: tuple[set[bytes], set[bytes]] = set(), set()
     for (_, source, _, destination), data in flows(record).items():
         found[PORT not in (source, destination)].update(needle for needle in needles if needle in data)
@@ -710,25 +711,25 @@ def test_tensors_of_a_cpu_reach_the_replicas_of_every_host_encrypted(cluster: Cl
             assert record.stat().st_size > 64 * 2**20
             public, private = in_clear(record, needles)
             assert private == set()
-            assert public == {SYSTEM.encode()}  # so what is in clear is found
+            assert public == {SYSTEM.encode()}  # proves that clear text is found
         check_sockets(cluster, tls=True)
         struck = cluster.hosts[-1]
         struck.order("cut")
         report = pushed(cluster, 2, 1)
         assert sum(one["error"] is None for one in report["replicas"]) == NUM_HOSTS - 1
         struck.order("heal")
-        outdated = ("joining", "quarantined")  # by whether it was given up before its link was healed
+        outdated = ("joining", "quarantined")  # depends on whether it was given up before its link was healed
         until(
             lambda: sorted(replicas_of(cluster).values()) in [sorted(["ready", "ready", one]) for one in outdated],
             lambda: replicas_of(cluster),
         )
-        pushed(cluster, 3, 1)  # a simulated engine gives nothing on, so it waits for the next push
+        pushed(cluster, 3, 1)  # a simulated engine cannot pass weights on, so the replica waits for the next push
         until_ready(cluster, NUM_HOSTS)
         assert versions_of(cluster) == {3}
 
 
 async def answers_of_one_host(version: int) -> list[list[int]]:
-    """The answers of a fresh engine without tensor parallelism."""
+    """Return the answers of a fresh engine without tensor parallelism."""
     config = VllmConfig(
         str(POLICY / f"v{version}"),
         version,
@@ -749,14 +750,14 @@ async def answers_of_one_host(version: int) -> list[list[int]]:
 
 
 def said(cluster: Cluster, *update: str) -> Said:
-    """The service's answers, after an update."""
+    """Return the service's answers, after an update."""
     url = f"http://{cluster.head.address}:{PORT}"
     output = cluster.head.run([cluster.python, "-m", "tests.hosts.policy", url, *update], LOAD_S)
     return msgspec.json.decode(output.splitlines()[-1], type=Said)  # the client warns of the precision
 
 
 def followers(cluster: Cluster) -> list[Host]:
-    """The hosts with a follower's process."""
+    """Return the hosts with a follower's process."""
     running = {host.number: host.run(["ps", "ax", "-o", "args"]) for host in cluster.hosts if host.started}
     return [host for host in cluster.hosts if "vllm.headless" in running.get(host.number, "")]
 
@@ -774,7 +775,9 @@ WIDE = {
 
 
 def check_group_sockets(cluster: Cluster) -> None:
-    """An engine over two hosts listens on what the docs' table has, and on its nodes' addresses but for one."""
+    """Check that an engine over two hosts listens on documented ports and, with one exception, its own
+    addresses.
+    """
     row = dict(documented())["free ones"]
     assert all(word in row for word in ("NCCL", "Gloo", "vLLM's queues", "on all addresses, torch's store"))
     found = [(host.address, one) for host in cluster.hosts for one in listeners(host) if one.is_of("VLLM::")]

@@ -146,3 +146,22 @@ def test_a_damaged_file_is_refused_and_a_sound_one_that_is_written_is_not(path: 
     path.write_text("no database" * 1000)
     with pytest.raises(InvalidRequest, match=r"numbers.sqlite is damaged \(file is not a database\)"):
         check_file(path)
+
+
+async def test_a_writer_that_lost_its_lease_closes_its_connection(path: Path, executor: Counting) -> None:
+    def refuse(db: object) -> None:
+        raise ServiceUnavailable("another process has the lease")
+
+    database = open_database(path, SCHEMA)
+    writer = BatchWriter(database, SCHEMA.kind, executor, max_batch=100, guard=refuse)
+    executor.gate.clear()
+    pending = asyncio.create_task(writer.run(add(1)))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(writer.close())
+    await asyncio.sleep(0)
+    executor.gate.set()
+    with pytest.raises(ServiceUnavailable, match="has the lease"):
+        await pending
+    await closing
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        database.begin(writes=False)

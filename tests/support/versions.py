@@ -1,4 +1,4 @@
-"""Published versions for tests: a trainer's weights, and a publisher written from the format's page alone."""
+"""Published versions for tests: a trainer's weights, and a publisher written from the documented format alone."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ HASHES: Mapping[str, Callable[[bytes], str]] = {
 
 
 def policy(seed: int = 0, rows: int = 300) -> Tensors:
-    """Weights as the bits of bf16, one tensor larger than a chunk."""
+    """Return weights as the bits of bf16, with one tensor larger than a chunk."""
     rng = np.random.default_rng(seed)
     return {f"layer.{i}": rng.integers(0, 2**14, (rows, 32 + 500 * i), np.uint16) for i in range(4)}
 
 
 def train(weights: Tensors, rng: np.random.Generator, share: float = 0.03) -> None:
-    """Change a share of the values by their last bit, in place; one tensor stays as it is."""
+    """Change a share of the values by their last bit, in place; one tensor stays unchanged."""
     for tensor in list(weights.values())[1:]:
         tensor ^= (rng.random(tensor.shape) < share).astype(np.uint16)
 
 
 def given(weights: Tensors) -> list[TensorBytes]:
-    """The weights as a publisher takes them."""
+    """Return the weights in the form that a publisher accepts."""
 
     def tensor(name: str, value: np.ndarray) -> TensorBytes:
         return TensorBytes(name, "bfloat16", value.shape, lambda: value.reshape(-1).view(np.uint8))
@@ -45,7 +45,7 @@ def given(weights: Tensors) -> list[TensorBytes]:
 
 
 def held(folder: Path) -> dict[str, bytes]:
-    """The bytes of each tensor of a checkpoint."""
+    """Return the bytes of each tensor of a checkpoint."""
     found = {}
     for path in folder.glob("*.safetensors"):
         data = path.read_bytes()
@@ -64,7 +64,7 @@ def bytes_of(weights: Tensors) -> dict[str, bytes]:
 def write_file(
     path: Path, tensors: Mapping[str, tuple[str, list[int], bytes]], metadata: Mapping[str, str]
 ) -> None:
-    """A safetensors file."""
+    """Write a safetensors file."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -77,7 +77,10 @@ def write_file(
 def publish_plainly(
     store: Path, version: int, new: Tensors, old: Tensors | None, encoding: str = "xor", checksum: str = "xxh3-128"
 ) -> Path:
-    """Publish as another trainer would, by the page: without what ours adds. Returns the version's folder."""
+    """Publish as another trainer would, by the documented format, without our additions.
+
+    Returns the version's folder.
+    """
     folder = store / RUN / f"weight_v{version:06d}"
     folder.mkdir(parents=True)
     index: dict[str, object] = {"version": f"{version:06d}"}

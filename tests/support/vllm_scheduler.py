@@ -34,7 +34,7 @@ class SchedulerAlone:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(config.block_size, sha256)
         self._num_added = 0
-        self.num_tokens: list[int] = []  # of each step
+        self.num_tokens: list[int] = []  # number of tokens of each step
         self.reported_ended: set[str] = set()  # to the workers
 
     @property
@@ -50,13 +50,13 @@ class SchedulerAlone:
         return set(self.scheduler.requests)
 
     def limit_step(self, num_tokens: int) -> None:
-        """Let a step compute so many tokens at most."""
+        """Limit a step to `num_tokens` tokens."""
         self.scheduler.max_num_scheduled_tokens = num_tokens
         self.config.scheduler_config.max_num_batched_tokens = num_tokens
 
     @property
     def has_work(self) -> bool:
-        """True if the engine would take a step."""
+        """Return True if the engine would run a step."""
         return bool(self.scheduler.has_requests())
 
     def add(self, name: str, num_tokens: int, *, max_tokens: int = 100) -> None:

@@ -57,9 +57,9 @@ MAX_PRECISION = 1000
 _BOUNDED = frozenset({"precision", "exponent", "decimal_places"})
 """Arguments of MathAPI with which a single call could occupy a worker for hours."""
 
-_one_call = (
-    Lock()
-)  # some methods use globals: mpmath's precision, and a dictionary that is returned and changed later
+# Some methods use globals: mpmath's precision, and a dictionary that is returned and changed later.
+_one_call = Lock()
+
 CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
 _AST_CHECKER = "bfcl_eval.eval_checker.ast_eval.ast_checker"
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
@@ -345,7 +345,7 @@ def _json_schema(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_accepted(values: Mapping[str, Any], required: Collection[str] = ()) -> dict[str, Any]:
-    """Return the first accepted value of each argument. An empty string stands for an absent argument."""
+    """Return the first accepted value of each argument. An empty string means that the argument is absent."""
     chosen = {}
     for name, accepted in values.items():
         options = accepted if isinstance(accepted, list) else [accepted]

@@ -96,14 +96,14 @@ class ReasoningGym(Environment):
         return [f"<answer>{answer}</answer>"]
 
     def open(self, task: RolloutTask) -> None:
-        self.entry = _entry_of(task)
+        _entry_of(task)  # refuses other tasks
 
     def score(self, task: RolloutTask, messages: Sequence[Message]) -> float:
         reply = next((one.content for one in reversed(messages) if one.role == "assistant"), "")
         answer = _package().utils.extract_answer(reply)
         if not answer or not is_safe(self.variant, answer):
             return 0.0
-        return float(_verifier(self.variant).score_answer(answer, self.entry))
+        return float(_verifier(self.variant).score_answer(answer, _entry_of(task)))
 
 
 def is_safe(generator: str, answer: str) -> bool:

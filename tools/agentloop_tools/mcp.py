@@ -70,9 +70,10 @@ _FAILED_EXCHANGE, _VERDICT = -32098, -32097  # codes of the JSON-RPC errors that
 
 
 class _StrictClient(httpx2.AsyncClient):
-    """An HTTP client that separates errors of the server (`_VERDICT`) from failed requests (`_FAILED_EXCHANGE`).
+    """The HTTP client of the MCP SDK, which separates the server's errors from failed requests.
 
-    The SDK reports a proxy's error page, a lost session or an empty body as an error of the server.
+    The SDK reports a proxy's error page, a lost session or an empty body as an error of the server. This client
+    gives such failures the code `_FAILED_EXCHANGE`, and the server's own errors the code `_VERDICT`.
     """
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:

@@ -335,7 +335,7 @@ class Replicas:
 
     @to_its_end
     async def sleep(self, level: int, reason: str = "") -> None:
-        """Put the fleet to sleep, and starting replicas as soon as they have joined.
+        """Put the fleet to sleep. Replicas that are still starting sleep as soon as they have joined.
 
         Raises EngineLost with the names of replicas that have not joined by the deadline; they sleep later.
         """

@@ -84,7 +84,7 @@ class LongBodies:
                 place.set_result(None)
 
     def _next_user(self) -> str | None:
-        """Return the user whose first body is admitted or dropped next; None if all wait."""
+        """Return the user whose first body is admitted or dropped next; None if no waiting body can be."""
         for user in sorted(self._waiting, key=self._strides.pass_of):
             num_bytes, place = self._waiting[user][0]
             held = self._held[user]

@@ -269,7 +269,10 @@ class DataPlaneServer(PrivateServer):
 
 
 class _FrameAnswer:
-    """A response in frames, which starts with its first frame. Leave its context when the request has ended."""
+    """A response in frames. Status and headers go out with the first frame, so an earlier error can be a response.
+
+    Use it as a context manager around the request: leaving it ends the progress reports.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self.is_begun = False

@@ -131,7 +131,7 @@ class StagedCheckpoint:
         self.loaded: Mapping[str, torch.Tensor] = tensors
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor, on the current stream."""
+        """Copy a tensor into the stage, on the current stream."""
         self.tensors[name].copy_(tensor, non_blocking=True)
 
     def finish_staging(self) -> None:

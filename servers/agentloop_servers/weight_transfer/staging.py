@@ -164,7 +164,8 @@ class WeightStager:
         if self._known is None or self._known.shapes != shapes:
             try:
                 plan = trace(self._module, tensors, self._model.quantised_layers())
-            except PlanRefused:
+            except PlanRefused as error:
+                _log.info("no_copy_plan", reason=str(error), consequence="updates use the engine's own loader")
                 self._refused = shapes
                 return None
             # Tensors without a copy, such as a tied output head, may be in only one of the lists.
@@ -176,7 +177,8 @@ class WeightStager:
         try:
             check_plan(known.plan, self._model.parameters, read)
             check_quantised(known.plan, self._model.parameters, read)
-        except PlanRefused:
+        except PlanRefused as error:
+            _log.info("no_copy_plan", reason=str(error), consequence="updates use the engine's own loader")
             self._refused, self._known = known.shapes, None
         else:
             known.is_checked = True

@@ -1,10 +1,11 @@
-"""The balancer against other policies on a simulated fleet: runs that can be resumed, and a table a regime.
+"""Compare the balancer with other routing policies on a simulated fleet, with one table per regime.
 
-    make bench-balancer                                         # everything: 17 regimes, 7 arms, 20 seeds
+    make bench-balancer  # everything: 17 regimes, 7 arms, 20 seeds
     make bench-balancer ARGS="--regimes 3x,flush-30 --arms ours,sticky --seeds 2"
 
-Each run is a line of `--runs`; a call does what is not there yet, and makes tables of all that is. Times are
-virtual: only the CPU column depends on the machine. A change of the balancer or the simulator needs another file.
+Each run is one line of `--runs`. A call executes the runs that the file does not have yet, and prints tables of all
+runs in it. Times are virtual: only the CPU column depends on the machine. After a change of the balancer or the
+simulator, use another file.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ Job = tuple[str, int, str]  # regime, seed, arm
 
 
 def run_job(job: Job) -> Row:
-    """Do one run."""
     key, seed, arm = job
     regime = REGIMES[key]
     record = run(ARMS[arm], fleet(regime), _workload(regime.workload, seed), regime.disturbance, seed)
@@ -53,18 +53,18 @@ def run_job(job: Job) -> Row:
 
 
 def missing(rows: Iterable[Row], regimes: Sequence[str], arms: Sequence[str], seeds: Iterable[int]) -> list[Job]:
-    """Return the runs that are not among the rows, all arms of a seed after one another."""
+    """Return the runs that are missing from the rows, grouped by seed."""
     done = {(row["regime"], row["seed"], row["arm"]) for row in rows}
     return [job for job in itertools.product(regimes, seeds, arms) if job not in done]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file of results; none if there is no file."""
+    """Return the rows of a results file; an empty list if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:
-    """Do the runs that lack, and print tables of all."""
+    """Execute the missing runs, and print tables of all runs."""
     options = _options()
     rows = read_rows(options.runs)
     seeds = range(options.first_seed, options.first_seed + options.seeds)

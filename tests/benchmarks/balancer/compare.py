@@ -1,7 +1,7 @@
-"""The figures of a run, and tables of runs: means over the seeds, and paired ratios with their confidence.
+"""Figures of a run, and tables of runs: means over the seeds, and paired ratios with confidence intervals.
 
-A ratio to another arm is the geometric mean over the seeds that both have, each seed's workload being the same; its
-interval is that of Student's t for the mean of the logarithms, at 95 %.
+A ratio to another arm is the geometric mean over the seeds that both arms have; a seed's workload is the same for
+both. The interval is Student's t for the mean of the logarithms, at 95 %.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tests.benchmarks.balancer.simulate import Recording
 from tests.benchmarks.report import table
 
 Row = dict[str, float | str]
-"""A run's regime, arm, seed and figures: a line of the file of results."""
+"""A run's regime, arm, seed and figures: one line of the results file."""
 
-_Z = 1.959964  # of the normal distribution, 95 %, both sides
+_Z = 1.959964  # normal distribution, 95 %, two-sided
 
 COLUMNS = (
     "arm",
@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def figures(record: Recording) -> dict[str, float]:
-    """Reduce a recording to its figures. Times in seconds, shares of 1."""
+    """Reduce a recording to its figures. Times are in seconds, shares between 0 and 1."""
     return {
         "makespan_s": record.makespan_s,
         "quartile_tokens_per_s": tokens_per_s_between_quartiles(record.tokens_by_second),
@@ -51,17 +51,17 @@ def figures(record: Recording) -> dict[str, float]:
 
 
 def tokens_per_s_between_quartiles(replicas: Sequence[Sequence[float]]) -> float:
-    """Return the rate at which the second and third quarter of all tokens were sampled."""
+    """Return the sampling rate between the first and the third quartile of all tokens."""
     fleet = np.zeros(1 + max(map(len, replicas)))
     for tokens in replicas:
         fleet[1 : 1 + len(tokens)] += tokens
-    done = np.cumsum(fleet)  # at the end of each second
+    done = np.cumsum(fleet)  # cumulative, at the end of each second
     begin, end = np.interp((0.25 * done[-1], 0.75 * done[-1]), done, np.arange(len(done)))
     return float(0.5 * done[-1] / (end - begin))
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float, float, float]:
-    """Return the mean of the paired ratios of two arms, by seed, and the ends of its interval."""
+    """Return the mean of the paired ratios of two arms by seed, and the bounds of its interval."""
     logs = [math.log(ours[seed] / theirs[seed]) for seed in ours.keys() & theirs.keys()]
     mean = fmean(logs)
     if len(logs) < 2:
@@ -71,14 +71,14 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float
 
 
 def student_t(num_free: int) -> float:
-    """Return the quantile of Student's t for 95 %, both sides (Abramowitz and Stegun 26.7.5)."""
+    """Return the two-sided 95 % quantile of Student's t (Abramowitz and Stegun 26.7.5)."""
     first = (_Z**3 + _Z) / (4 * num_free)
     second = (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * num_free**2)
     return _Z + first + second
 
 
 def regime_table(rows: Iterable[Row], is_steady: bool, against: str) -> str:
-    """Return a regime's table with a row an arm; the last column is the ratio of arm `against` to it."""
+    """Return a regime's table, one row per arm; the last column is the ratio of arm `against` to the row's arm."""
     by_arm: dict[str, list[Row]] = {}
     for row in rows:
         by_arm.setdefault(str(row["arm"]), []).append(row)

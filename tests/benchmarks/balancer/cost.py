@@ -1,11 +1,11 @@
-"""Costs of leases: CPU a turn, a placement, leases a second, and memory a live trajectory.
+"""Costs of leases: CPU per turn, a placement, leases per second, and memory per live trajectory.
 
     python -m tests.benchmarks.balancer.cost [--out FILE]
 
-A turn is followed from the ids that the engine answered to the coordinator's state, through the parts that a
-service has: a worker's `LeaseHolder` notes it, its `LeaseReporter` gathers reports, `codec` writes and
-reads them, and the `Balancer` takes them. What travels between processes is written and read here in one; the
-network is not counted. CPU seconds are those of this process, the best of several rounds.
+A turn is followed from the ids that the engine returned to the coordinator's state, through the service's
+components: a worker's `LeaseHolder` records it, its `LeaseReporter` collects reports, `codec` encodes and decodes
+them, and the `Balancer` applies them. Everything runs in one process: encoding and decoding count, the network does
+not. CPU seconds are those of this process, the best of several rounds.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from tests.benchmarks import report
 
 NUM_REPLICAS = 64
 BLOCK_SIZE = 16
-KV_TOKENS = 1_048_576  # of a replica
-NUM_SAMPLED, NUM_OBSERVED = 256, 768  # new tokens of a turn
-CONTEXTS = {8192: 100.0, 32768: 300.0}  # tokens, and the goal in microseconds a turn
+KV_TOKENS = 1_048_576  # per replica
+NUM_SAMPLED, NUM_OBSERVED = 256, 768  # new tokens per turn
+CONTEXTS = {8192: 100.0, 32768: 300.0}  # tokens -> goal in microseconds per turn
 NUM_LIVE = 2 * NUM_REPLICAS
 NUM_ROUNDS = 5
 GROUP_SIZE = 8
-LIVE_PER_REPLICA = 16  # of the placements
+LIVE_PER_REPLICA = 16  # in the placement benchmark
 NUM_PLACED = 4000
-GOAL_LEASES = 5000.0  # a second, got and given back
+GOAL_LEASES = 5000.0  # acquired and released per second
 REPORT = ReportConfig(coalesce_s=0.01, heartbeat_s=60.0)
 
 
 @dataclass(slots=True)
 class TurnCost:
-    """CPU seconds of some turns, by the part that spends them."""
+    """CPU seconds of some turns, by component."""
 
     num_turns: int = 0
-    note_s: float = 0.0  # a worker's: the news of a turn
-    report_s: float = 0.0  # a worker's: gathering and writing
-    take_s: float = 0.0  # the coordinator's: reading
-    balance_s: float = 0.0  # the coordinator's: work and orders
+    note_s: float = 0.0  # worker: recording a turn
+    report_s: float = 0.0  # worker: collecting and encoding
+    take_s: float = 0.0  # coordinator: decoding
+    balance_s: float = 0.0  # coordinator: placement and orders
 
     @property
     def parts_us(self) -> list[float]:
@@ -80,18 +80,18 @@ class _Trajectory:
 
 @dataclass(slots=True)
 class Service:
-    """A worker's reporter and the coordinator's balancer, joined by the bytes of their reports."""
+    """A worker's reporter and the coordinator's balancer, connected by the encoded reports."""
 
     balancer: Balancer
     rng: random.Random
-    vocab: list[int]  # one object an id, as a path that grows hands on
+    vocab: list[int]  # one object per id, as a growing path shares them
     now: float = 0.0
     cost: TurnCost = field(default_factory=TurnCost)
     live: list[_Trajectory] = field(default_factory=list)
-    num_held: int = 0  # leases that the first report told of
+    num_held: int = 0  # leases in the first report
 
     async def report(self, news: LeaseReport) -> LeaseOrders:
-        """Carry a report over, and take it."""
+        """Transfer a report to the balancer, and apply it."""
         begun = time.process_time()
         data = codec.encode(news)
         written = time.process_time()
@@ -106,13 +106,13 @@ class Service:
         return orders
 
     async def reported(self) -> None:
-        """Wait until the turns of all trajectories were taken."""
+        """Wait until the turns of all trajectories are applied."""
         async with asyncio.timeout(60.0):
             while self.cost.num_turns < len(self.live):
                 await asyncio.sleep(REPORT.coalesce_s)
 
     async def begin(self, reporter: LeaseReporter, num_live: int, num_tokens: int) -> None:
-        """Let trajectories begin, each with a first prompt of so many tokens, and have their leases reported."""
+        """Start trajectories with first prompts of `num_tokens` tokens, and report their leases."""
         for number in range(num_live):
             name, group = f"run/{number // GROUP_SIZE}/{number % GROUP_SIZE}", f"run/{number // GROUP_SIZE}"
             demand = Demand(name, reporter.process_id, group, num_tokens, GROUP_SIZE)
@@ -127,9 +127,9 @@ class Service:
         return tuple(self.rng.choices(self.vocab, k=num_tokens))
 
     def turns(self) -> float:
-        """Let every trajectory have its next turn, and its observation. Returns the worker's CPU seconds."""
+        """Run one turn and its observation for every trajectory. Returns the worker's CPU seconds."""
         answers = [(one, *self._answer(one)) for one in self.live]
-        gc.collect()  # what the engine answers is no cost of leases
+        gc.collect()  # creating the engine's answers is not a cost of leases
         begun = time.process_time()
         for one, request, generation in answers:
             one.holder.enter()
@@ -158,7 +158,7 @@ class Service:
 
 
 async def measure_turns(num_tokens: int) -> TurnCost:
-    """Return the costs of the cheapest round: a turn of each trajectory, contexts then have about `num_tokens`."""
+    """Return the cost of the cheapest round: one turn per trajectory, with contexts of about `num_tokens`."""
     rng = random.Random(num_tokens)
     service = Service(Balancer(fleet_of(NUM_REPLICAS)), rng, list(range(1000, 33_000)))
     reporter = LeaseReporter("worker", service.report, REPORT)
@@ -175,11 +175,11 @@ async def measure_turns(num_tokens: int) -> TurnCost:
         cost.report_s = time.process_time() - begun - cost.take_s - cost.balance_s
         rounds.append(cost)
     await reporter.close()
-    return min(rounds[1:], key=lambda cost: sum(cost.parts_us))  # the first one warms up
+    return min(rounds[1:], key=lambda cost: sum(cost.parts_us))  # the first round warms up
 
 
 def measure_placement(num_replicas: int) -> tuple[float, float, float]:
-    """Return the seconds of an acquire, of a release, and of both as they follow one another, at a steady load."""
+    """Return the seconds of an acquire, of a release, and of both in sequence, at a steady load."""
     balancer = Balancer(fleet_of(num_replicas))
     best = (float("inf"), float("inf"), float("inf"))
     held: list[Lease] = []
@@ -210,7 +210,7 @@ def _demand(number: int) -> Demand:
 
 
 async def measure_memory(num_tokens: int) -> float:
-    """Return the bytes that the coordinator keeps for a live trajectory whose context has so many tokens."""
+    """Return the coordinator's memory in bytes per live trajectory with a context of `num_tokens`."""
     with _traced() as used:
         balancer = Balancer(fleet_of(NUM_REPLICAS))
         empty = used()
@@ -240,7 +240,7 @@ def _traced() -> Iterator[Callable[[], int]]:
 
 
 def turn_table(costs: dict[int, TurnCost]) -> str:
-    """Show the parts of a turn's cost, and its goal."""
+    """Return the table of a turn's cost by component, with its goal."""
     columns = ["context tokens", "note µs", "report µs", "read µs", "balance µs", "in all µs", "goal", "is met"]
     rows = []
     for num_tokens, cost in costs.items():
@@ -250,7 +250,7 @@ def turn_table(costs: dict[int, TurnCost]) -> str:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Run all measurements, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()

@@ -1,15 +1,15 @@
-"""A vLLM-like engine in virtual time that goes from event to event instead of from token to token.
+"""A vLLM-like engine in virtual time that advances from event to event instead of token to token.
 
-Between two events the requests that decode are the same ones, and each step adds one token to every context: the
-time of k steps is k (alpha + beta B + gamma C) + gamma B k (k - 1) / 2, and the blocks that they take follow from
-the contexts' lengths modulo the block size. A run of decode steps ends when a request ends, when blocks run out,
-or at the first step boundary after something came in. A step with prefill in it is one event.
+Between two events the set of decoding requests is constant, and each step adds one token to every context: the time
+of k steps is k (alpha + beta B + gamma C) + gamma B k (k - 1) / 2, and the blocks allocated follow from the context
+lengths modulo the block size. A run of decode steps ends when a request ends, when blocks run out, or at the first
+step boundary after an arrival. A step with prefill is one event.
 
-The scheduler is vLLM's: requests that decode come first, then those being prefilled in order of admission, then
-waiting ones in order of arrival, all within a budget of tokens a step; a prompt is admitted if all of it fits; if a
-running request finds no block, the one admitted last is preempted, to the head of the queue. Full blocks are shared
-from the moment they are scheduled: a request admitted later in the same step finds them. Times are those of
-`StepTimes`.
+The scheduler is vLLM's: decoding requests first, then prefilling requests in order of admission, then waiting
+requests in order of arrival, all within a token budget per step. A prompt is admitted if all of it fits. If a
+running request finds no block, the request admitted last is preempted and returns to the head of the queue. Full
+blocks are shared as soon as they are scheduled: a request admitted later in the same step finds them. Times are
+those of `StepTimes`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ INFINITY = math.inf
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One turn on an engine. `num_prompt_tokens` includes what was sampled on a lost replica before."""
+    """One turn on an engine. `num_prompt_tokens` includes tokens sampled earlier on a lost replica."""
 
     trajectory: int
     path: Path
     num_prompt_tokens: int
     num_outputs: int  # to sample
-    num_sampled: int = 0  # current except while it decodes: then as of `joined_step`
-    num_cached_tokens: int | None = None  # at its first admission
-    num_computed: int = 0  # tokens whose KV is there; current while it is prefilled
-    num_stored: int = 0  # full blocks in the prefix cache, which it holds
-    joined_step: int = -1  # when it began to decode; -1: it does not
+    num_sampled: int = 0  # current, except while it decodes: then as of `joined_step`
+    num_cached_tokens: int | None = None  # cached at its first admission
+    num_computed: int = 0  # tokens with computed KV; current while it is prefilled
+    num_stored: int = 0  # full blocks in the prefix cache that it holds
+    joined_step: int = -1  # step at which it began to decode; -1: it does not decode
     admission: int = 0  # number of its last admission
 
 
 class Engine:
-    """One replica. `ends_at`: when its next event is due; its owner calls `complete` then, and `plan` after it."""
+    """One replica. At `ends_at`, the time of its next event, the owner calls `complete` and then `plan`."""
 
     def __init__(self, number: int, shape: FleetShape, started_at: float = 0.0) -> None:
         self.number = number
@@ -61,17 +61,17 @@ class Engine:
         self._times = shape.step_times
         self._waiting: deque[Request] = deque()
         self._running: dict[Request, None] = {}  # in order of admission
-        self._prefilling: list[Request] = []  # those of them that do not decode yet
-        self._chunks: list[tuple[Request, int]] = []  # of the step under way
+        self._prefilling: list[Request] = []  # running requests that do not decode yet
+        self._chunks: list[tuple[Request, int]] = []  # chunks of the current step
         self._step = 0  # decode steps so far
         self._ends: list[tuple[int, int, Request]] = []  # step, admission; stale if the admission is not the last
         self._crossings = [0] * shape.block_size  # requests that take a block at steps of this residue
         self._num_decoding = 0
-        self._num_context_tokens = 0  # of those that decode
-        self._num_private_blocks = 0  # of running requests, not in the prefix cache
+        self._num_context_tokens = 0  # contexts of the decoding requests
+        self._num_private_blocks = 0  # blocks of running requests outside the prefix cache
         self._num_admissions = 0
         self._began_at = 0.0
-        self._run_steps = 0  # decode steps of the run under way; 0: a step with prefill, or idle
+        self._run_steps = 0  # decode steps of the current run; 0: a step with prefill, or idle
         self._paused_at: float | None = None
 
     @property
@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks of running requests, as of the last event."""
+        """Return the number of blocks of running requests, as of the last event."""
         return self.cache.num_blocks - self.cache.num_idle_blocks + self._num_private_blocks
 
     def load(self) -> EngineLoad:
@@ -95,7 +95,7 @@ class Engine:
         self._cut(now)
 
     def complete(self, now: float) -> list[Request]:
-        """Take in the step or run of steps that has just ended; returns the requests that ended with it."""
+        """Apply the step or run of steps that has just ended; returns the requests that ended with it."""
         finished: list[Request] = []
         num_steps = self._run_steps or 1
         duration_s = now - self._began_at
@@ -112,7 +112,7 @@ class Engine:
         return finished
 
     def plan(self, now: float) -> None:
-        """Begin the next step or run of steps, if there is something to do and none is under way."""
+        """Start the next step or run of steps, if there is work and no step is running."""
         if self.ends_at != INFINITY or self._paused_at is not None:
             return
         self._began_at = now
@@ -146,20 +146,20 @@ class Engine:
         self._cut(now)
 
     def resume(self, now: float) -> None:
-        """Let `plan` begin steps again; the one that was under way at the pause must have ended."""
+        """Allow `plan` to start steps again. The step that was running at the pause must have ended."""
         if self._paused_at is not None:
             self.paused_s += now - self._paused_at
             self._paused_at = None
 
     def flush(self, paths: dict[int, Path]) -> None:
-        """Drop all KV: requests in flight wait to be prefilled under new block names, `paths` by trajectory."""
+        """Drop all KV. Requests in flight wait to be prefilled under new block names, `paths` by trajectory."""
         self._interrupt_all()
         self.cache.clear()
         for request in self._waiting:
             request.path = paths[request.trajectory]
 
     def lose(self, now: float) -> list[Request]:
-        """Die: return all requests, each with what it had sampled."""
+        """Remove and return all requests, each with its sampled tokens."""
         if self._run_steps:
             steps = min(self._steps_within(now - self._began_at, is_started=False), self._run_steps - 1)
             self.busy_s += now - self._began_at
@@ -174,7 +174,7 @@ class Engine:
         self._waiting.clear()
         return lost
 
-    # --- time ---
+    # Time
 
     def _until(self, ends_at: float, num_steps: int) -> None:
         self.ends_at = ends_at
@@ -194,7 +194,7 @@ class Engine:
         return num_steps * one_s + growth_s * num_steps * (num_steps - 1) / 2
 
     def _steps_within(self, seconds: float, *, is_started: bool) -> int:
-        """Count the steps of the run that ended within `seconds`; `is_started`: the one under way too."""
+        """Return the number of steps of the run within `seconds`; with `is_started`, include the running step."""
         one_s = self._times.step(self._num_decoding, self._num_context_tokens)
         half = self._times.step_token_s * self._num_decoding / 2
         if half > 0:
@@ -210,7 +210,7 @@ class Engine:
         return self._times.step_with_prefill(chunks, self._num_decoding, self._num_context_tokens)
 
     def _count_tokens(self, num_tokens: int, start: float, end: float) -> None:
-        """Spread sampled tokens evenly over the seconds in which they were."""
+        """Spread sampled tokens evenly over the seconds between `start` and `end`."""
         by_second = self.tokens_by_second
         by_second.extend([0.0] * (int(end) + 1 - len(by_second)))
         if int(start) == int(end):
@@ -220,7 +220,7 @@ class Engine:
         for second in range(int(start), int(end) + 1):
             by_second[second] += rate * (min(end, second + 1) - max(start, second))
 
-    # --- decode ---
+    # Decode
 
     def _decode(self, num_steps: int) -> list[Request]:
         finished = []
@@ -243,7 +243,7 @@ class Engine:
         return ends[0][2] if ends else None
 
     def _steps_to_next_end(self) -> int:
-        """Return how many steps all requests that decode can do together; at least 1 fits."""
+        """Return the number of steps that all decoding requests can take together, which is at least one."""
         assert self._next_to_end() is not None
         num_steps = self._ends[0][0] - self._step
         num_available = self._num_available()
@@ -260,7 +260,7 @@ class Engine:
         return min(steps, num_steps)
 
     def _growth(self, num_steps: int) -> int:
-        """Return how many blocks the requests that decode take in their next steps."""
+        """Return the number of blocks that the decoding requests allocate in their next steps."""
         size = self._shape.block_size
         cycles, rest = divmod(num_steps, size)
         start = self._step % size
@@ -271,7 +271,7 @@ class Engine:
         return num_blocks
 
     def _join(self, request: Request) -> None:
-        """Begin to decode after the prompt, of which the first token was sampled."""
+        """Start decoding after the prompt, whose prefill sampled the first token."""
         request.joined_step = self._step
         self._num_decoding += 1
         self._num_context_tokens += request.num_prompt_tokens
@@ -280,7 +280,7 @@ class Engine:
         heapq.heappush(self._ends, (end, request.admission, request))
 
     def _leave(self, request: Request) -> None:
-        """Take a running request out; its full blocks stay in the prefix cache."""
+        """Remove a running request; its full blocks stay in the prefix cache."""
         if request.joined_step >= 0:
             num_steps = self._step - request.joined_step
             request.num_computed = request.num_prompt_tokens + num_steps
@@ -299,7 +299,7 @@ class Engine:
         request.num_stored = 0
         del self._running[request]
 
-    # --- prefill ---
+    # Prefill
 
     def _admit(self, budget: int, num_reserved: int) -> None:
         size = self._shape.block_size
@@ -325,7 +325,7 @@ class Engine:
             budget -= num_chunk
 
     def _schedule(self, request: Request, num_tokens: int) -> None:
-        """Have a chunk computed in the step that begins; its full blocks are shared from now on."""
+        """Schedule a chunk in the step that is starting; its full blocks are shared from now on."""
         self._num_private_blocks += self._num_new_blocks(request, num_tokens)
         self._chunks.append((request, num_tokens))
         self._store(request, request.num_computed + num_tokens)
@@ -344,7 +344,7 @@ class Engine:
         self._join(request)
         return []
 
-    # --- blocks ---
+    # Blocks
 
     def _num_available(self) -> int:
         """Count blocks that are free or can be evicted."""
@@ -369,14 +369,14 @@ class Engine:
             request.num_stored = num_full
 
     def _make_room_to_decode(self) -> bool:
-        """Preempt until one step of those that decode fits. Returns True if that was needed."""
+        """Preempt until one decode step fits. Returns True if a request was preempted."""
         num_before = self.num_preemptions
         while self._num_decoding and self._growth(1) > self._num_available():
             self._preempt_youngest()
         return self.num_preemptions > num_before
 
     def _preempt_youngest(self) -> None:
-        """Interrupt the request admitted last; none that was scheduled in this step is younger."""
+        """Preempt the request admitted last; every request scheduled in this step is older."""
         self._interrupt(next(reversed(self._running)))
         self.num_preemptions += 1
 
@@ -385,10 +385,10 @@ class Engine:
             self._interrupt(next(reversed(self._running)))
 
     def _interrupt(self, request: Request) -> None:
-        """Send a running request back to the head of the queue, where it waits to be prefilled again."""
+        """Return a running request to the head of the queue, where it waits to be prefilled again."""
         is_decoding = request.joined_step >= 0
         self._leave(request)
         if is_decoding:
-            request.num_prompt_tokens = request.num_computed + 1  # the last sampled token's KV is not there yet
+            request.num_prompt_tokens = request.num_computed + 1  # the last sampled token has no KV yet
         request.num_computed = 0
         self._waiting.appendleft(request)

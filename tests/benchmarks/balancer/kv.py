@@ -1,13 +1,13 @@
 """The prefix cache of a simulated replica: blocks by run, not by token. Synchronous.
 
-A context is a path of runs: the system prompt's blocks, then the group's, then the trajectory's own; a block is
-named by its run and its place in the context. Runs are cached from their first block on, and vLLM's order of
-eviction keeps it so: a request that ends frees its blocks last one first, so the least recently used run loses
-its tail, and a trajectory's run goes before its group's and that before the system prompt's. Each operation costs
-O(runs on the path), however long the context.
+A context is a path of runs: the system prompt's blocks, then the group's, then the trajectory's. A block is named
+by its run and its position in the context. Runs are cached from their first block on, and vLLM's eviction order
+keeps that true: a request that ends frees its last block first, so the least recently used run loses its tail, and
+a trajectory's run is evicted before its group's run and that before the system prompt's. Each operation costs
+O(runs on the path), independent of the context length.
 
 Differences from vLLM: a run is held as a whole while any request holds a block of it; a block that two requests
-compute each for itself is kept once as soon as both are scheduled, not until both have ended.
+compute separately is stored once as soon as both are scheduled, not when both have ended.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 END = 1 << 40
-"""The end of the last run of a path: a trajectory's own."""
+"""The end of the last run of a path, which belongs to the trajectory."""
 
 Run = tuple[int, int, int]
 """Name, first block and end, in blocks of the context."""
 
 Path = tuple[Run, ...]
-"""Runs that follow each other; the first begins with block 0, none is empty."""
+"""Consecutive runs; the first begins with block 0, and none is empty."""
 
 
 @dataclass(slots=True)
 class _Cached:
-    end: int  # blocks from the run's first to this are cached
+    end: int  # blocks from the run's first to this one are cached
     num_holders: int = 0
 
 
 class PrefixCache:
-    """The cached blocks of one replica; a caller that needs more than fit asks for `evict` first."""
+    """The cached blocks of one replica. Callers that need more blocks than are free call `evict` first."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
@@ -41,7 +41,9 @@ class PrefixCache:
         self._idle: OrderedDict[int, int] = OrderedDict()  # run -> its first block; least recently used first
 
     def match(self, path: Path, max_blocks: int) -> tuple[int, int]:
-        """Return how many leading blocks are cached, at most `max_blocks`, and how many idle ones `hold` takes."""
+        """Return the number of cached leading blocks, up to `max_blocks`, and of idle blocks that `hold`
+        would use.
+        """
         num_matched = num_idle = 0
         for run, first, end in path:
             cached = self._runs.get(run)
@@ -55,7 +57,7 @@ class PrefixCache:
         return num_matched, num_idle
 
     def hold(self, path: Path, num_blocks: int) -> None:
-        """Hold the runs of the first `num_blocks` blocks, which are cached."""
+        """Hold the runs of the first `num_blocks` blocks, which must be cached."""
         for run, first, _ in path:
             if first >= num_blocks:
                 break
@@ -79,7 +81,7 @@ class PrefixCache:
         return num_new
 
     def release(self, path: Path, num_held: int) -> None:
-        """Give back the runs of the first `num_held` blocks; they become the most recently used."""
+        """Release the runs of the first `num_held` blocks; they become the most recently used."""
         for run, first, _ in reversed(path):
             if first >= num_held:
                 continue
@@ -90,7 +92,7 @@ class PrefixCache:
                 self.num_idle_blocks += cached.end - first
 
     def evict(self, num_blocks: int) -> None:
-        """Evict idle blocks, least recently used first. Raises ValueError if there are not so many."""
+        """Evict idle blocks, least recently used first. Raises ValueError if there are too few."""
         if num_blocks > self.num_idle_blocks:
             raise ValueError(f"{num_blocks} blocks to evict, {self.num_idle_blocks} idle")
         self.num_blocks -= num_blocks
@@ -105,7 +107,7 @@ class PrefixCache:
                 del self._idle[run], self._runs[run]
 
     def clear(self) -> None:
-        """Forget everything. Raises ValueError while a request holds a block."""
+        """Drop everything. Raises ValueError while a request holds a block."""
         if self.num_blocks != self.num_idle_blocks:
             raise ValueError("a request holds blocks")
         self._runs.clear()

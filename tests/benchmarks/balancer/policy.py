@@ -1,12 +1,12 @@
-"""What a routing policy sees of the simulated fleet, and what it decides. Every arm is a `Policy`.
+"""The interface between a routing policy and the simulated fleet. Every arm is a `Policy`.
 
-Time is virtual, in seconds. A policy is told everything that a balancer of the service can know and nothing else:
-of a turn its prompt and, when it has ended, what was sampled; of an engine its load once a second. Oracles get the
-whole workload when they are made.
+Time is virtual, in seconds. A policy receives exactly the information that a balancer of the service can have: a
+turn's prompt, its sampled tokens once it has ended, and each engine's load once a second. Oracles receive the whole
+workload at construction.
 
-The life of a turn: `place` until it answers a replica; `began` (the request is sent: it may still wait there);
-`ended`. A turn whose replica is lost is asked anew (`is_retry`), its prompt grown by what was sampled before; no
-`ended` comes for the lost attempt, so `replica_lost` must forget it.
+The life of a turn: `place` until it returns a replica; `began` (the request is sent, and may wait at the replica);
+`ended`. A turn whose replica is lost is placed again (`is_retry`), with the sampled tokens added to its prompt.
+`ended` is not called for the lost attempt, so `replica_lost` must discard it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ class StepTimes:
     step_token_s: float  # gamma
 
     def step(self, num_decoding: float, num_context_tokens: float) -> float:
-        """Return the seconds of a step without prefill."""
+        """Return the duration of a step without prefill in seconds."""
         return self.step_s + self.step_sequence_s * num_decoding + self.step_token_s * num_context_tokens
 
     def step_with_prefill(
         self, chunks: Iterable[tuple[int, int]], num_decoding: int = 0, num_context_tokens: int = 0
     ) -> float:
-        """Return the seconds of a step that computes chunks of prompts, from and to a token each, too."""
+        """Return the seconds of a step that also computes chunks of prompts, given by their first and last
+        token.
+        """
         seconds = max(self.prefill_s, self.step_s if num_decoding else 0.0)
         seconds += self.step_sequence_s * num_decoding + self.step_token_s * num_context_tokens
         for start, end in chunks:
@@ -52,15 +54,15 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """The replicas, all alike. Those that are added get the next numbers; numbers are never used twice."""
+    """The replicas, all identical. Added replicas get the next numbers; numbers are never reused."""
 
     num_replicas: int
-    capacity_blocks: int  # of KV, a replica
+    capacity_blocks: int  # KV blocks per replica
     block_size: int  # tokens
     step_times: StepTimes
     max_batched_tokens: int = 8192  # prefilled and decoded in one step
     max_running: int = 256
-    max_live: int = 256  # trajectories that the workers have places for
+    max_live: int = 256  # trajectory slots of the workers
 
     @property
     def capacity_tokens(self) -> int:
@@ -69,48 +71,48 @@ class FleetShape:
 
 @dataclass(frozen=True, slots=True)
 class TurnAsk:
-    """A turn that needs a replica; the first one of a trajectory asks for its admission too."""
+    """A turn that needs a replica; the first turn of a trajectory also requests admission."""
 
     trajectory: int
     group: int
     turn: int  # from 0
     num_prompt_tokens: int
-    last_replica: int | None  # where the turn before ran; it may be lost by now
-    is_retry: bool = False  # its replica was lost; the prompt holds what was sampled before
+    last_replica: int | None  # replica of the previous turn; it may be lost by now
+    is_retry: bool = False  # its replica was lost; the prompt includes the tokens sampled there
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """What became of a turn."""
+    """The result of a turn."""
 
     replica: int
-    num_cached_tokens: int  # of the prompt, at its first admission on the engine
+    num_cached_tokens: int  # cached prompt tokens at its first admission on the engine
     num_sampled_tokens: int
     num_context_tokens: int  # prompt and sampled
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's load at one moment, as its heartbeat tells it."""
+    """An engine's load at one moment, as reported by its heartbeat."""
 
     num_running: int
     num_waiting: int
-    num_held_blocks: int  # of requests that run
+    num_held_blocks: int  # held by running requests
 
 
 class Policy(Protocol):
     """A balancer. One object decides for the whole fleet; it is never called from two threads."""
 
     def place(self, turn: TurnAsk, now: float) -> int | None:
-        """Return the replica of a turn, or None: it waits.
+        """Return the replica of a turn, or None to let it wait.
 
-        A turn that waits is asked again whenever something changed (a turn or trajectory ended, an update, a
-        replica lost or added) and every second: later turns first, then first turns as long as workers have places,
-        each in the order of `rank`. A round stops after 4 refusals, after `look` 64, unless all engines are idle.
+        A waiting turn is placed again after every change (a turn or trajectory ended, an update, a replica lost or
+        added) and every second: later turns first, then first turns while workers have free slots, each in the
+        order of `rank`. A round stops after 4 refusals (64 after `look`), unless all engines are idle.
         """
 
     def rank(self, turn: TurnAsk, now: float) -> float:
-        """Return the place of a turn that begins to wait: smallest first, equals by arrival."""
+        """Return the priority of a turn that starts to wait: smallest first, ties by arrival."""
 
     def began(self, turn: TurnAsk, replica: int, now: float) -> None:
         """A turn was sent to the replica that `place` chose."""
@@ -122,21 +124,24 @@ class Policy(Protocol):
         """A trajectory has ended or was aborted."""
 
     def updated(self, is_flushed: bool, now: float) -> None:
-        """All replicas have new weights. Flushed: all KV is gone, and requests in flight are prefilled again.
-        Kept: trajectories that began before go on with their KV, and new ones share nothing with them."""
+        """All replicas have new weights.
+
+        Flushed: all KV is dropped, and requests in flight are prefilled again. Kept: trajectories that started
+        before the update keep their KV, and new ones share nothing with them.
+        """
 
     def replica_lost(self, replica: int, now: float) -> None:
-        """A replica is gone. Turns in flight there are asked anew after this."""
+        """A replica is lost. Its turns in flight are placed again after this call."""
 
     def replica_added(self, replica: int, now: float) -> None:
         """A replica with an empty cache joined; its number is the next one."""
 
     def look(self, loads: Sequence[EngineLoad | None], now: float) -> None:
-        """Look at all engines, once a second; `loads` by replica number, None for a lost one."""
+        """Receive the loads of all engines, once a second; `loads` by replica number, None for a lost one."""
 
 
 class QuietPolicy:
-    """A base for policies: everything but `place` may be left out, and turns wait in order of arrival."""
+    """A base for policies: everything except `place` is optional, and turns wait in order of arrival."""
 
     def rank(self, turn: TurnAsk, now: float) -> float:
         return 0.0
@@ -164,4 +169,4 @@ class QuietPolicy:
 
 
 ArmMaker: TypeAlias = Callable[[FleetShape, "Workload", int], Policy]
-"""Makes the policy of one competitor for a fleet, a workload (lengths and times are for oracles) and a seed."""
+"""Makes an arm's policy for a fleet, a workload (lengths and times are only for oracles) and a seed."""

@@ -1,7 +1,7 @@
-"""The regimes of the comparison: a base, and variants of it that each change one thing.
+"""The regimes of the comparison: a base, and variants that each change one thing.
 
-Fleets have the step times measured on a GPU; the KV capacity follows from the pressure: the working set is the mean
-context of a turn times the trajectories that workers have places for; `pressure` is its ratio to the fleet's KV.
+Fleets have the step times measured on a GPU. The KV capacity follows from the pressure, which is the ratio of the
+working set to the fleet's KV. The working set is the mean context of a turn times the number of trajectory slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.benchmarks.balancer.simulate import Disturbance
 from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, working_set_tokens
 
 NUM_REPLICAS = 8
-NUM_LIVE = 256  # trajectories that workers have places for
+NUM_LIVE = 256  # trajectory slots of the workers
 BLOCK_SIZE = 16
 STEP_TIMES = Path(__file__).parent / "step_times"
 
@@ -39,7 +39,7 @@ REASONING = replace(
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """One setting in which all arms are compared; `key` names it on the command line."""
+    """One setting in which all arms are compared; `key` is its name on the command line."""
 
     key: str
     name: str
@@ -49,7 +49,7 @@ class Regime:
 
     @property
     def is_steady(self) -> bool:
-        """True if the regime is judged by tokens a second between the quartiles, not by the makespan."""
+        """True if the regime is judged by tokens per second between the quartiles, not by the makespan."""
         return self.workload.arrive_over_s > 0
 
 
@@ -93,9 +93,10 @@ def fleet(regime: Regime, step_times: str = "h200-qwen3-4b") -> FleetShape:
 
 
 def fit_step_times(measured: Mapping[str, Any]) -> StepTimes:
-    """Fit the relative error of the measured points; a prompt beyond the budget of a step takes several.
+    """Fit the step times to the measured points by relative error.
 
-    The short prompts that take the floor are those with which the largest error is least.
+    A prompt over the budget of a step takes several steps. The set of short prompts that take the floor is the one
+    with the least maximum error.
     """
     points, budget = measured["prefill"]["points"], measured["batched_tokens"]
     seconds = np.array([s for _, s in points])

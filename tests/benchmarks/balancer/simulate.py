@@ -1,7 +1,7 @@
-"""One run: a policy, a fleet of simulated engines, a workload and what happens to the fleet, in virtual time.
+"""One run: a policy, a fleet of simulated engines, a workload and its disturbances, in virtual time.
 
 The loop is a heap of events with sequence numbers, so a run is a function of its scenario, workload and policy.
-Workers have places for `FleetShape.max_live` trajectories; a trajectory takes one when its first turn is placed.
+Workers have `FleetShape.max_live` trajectory slots; a trajectory takes a slot when its first turn is placed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tests.benchmarks.balancer.workload import Trajectory, Workload
 _T = TypeVar("_T")
 
 _LOOK_S = 1.0
-_REFUSALS = 4  # in a row end a round; after `look`, more
+_REFUSALS = 4  # consecutive refusals that end a round; more after `look`
 _REFUSALS_AFTER_LOOK = 64
-_STARVED_S = 600.0  # a fleet idle for so long while turns wait is the policy's mistake
+_STARVED_S = 600.0  # a fleet that is idle for this long while turns wait is a fault of the policy
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """What happens to the fleet besides its work."""
+    """Events that happen to the fleet in addition to its work."""
 
-    update_every_s: float | None = None  # from start to start of two updates
-    first_update_s: float = 150.0  # when the burst of the start is over
-    update_s: float = 2.0  # engines stand still
+    update_every_s: float | None = None  # from the start of one update to the start of the next
+    first_update_s: float = 150.0  # after the initial burst
+    update_s: float = 2.0  # engines are paused
     is_flushed: bool = True
     loses_replica: bool = False  # when half of the turns have ended
     adds_replica: bool = False
@@ -39,20 +39,20 @@ class Disturbance:
 
 @dataclass(slots=True)
 class Recording:
-    """Everything a run leaves behind."""
+    """All results of a run."""
 
     makespan_s: float = 0.0
     num_turns: int = 0
     num_input_tokens: int = 0  # prompts of all turns
-    num_cached_tokens: int = 0  # of them, at a turn's first admission
-    num_bound_tokens: int = 0  # of them, if the replica that each turn went to never evicted
-    num_prefilled_tokens: int = 0  # computed, repetitions included
+    num_cached_tokens: int = 0  # cached prompt tokens, at a turn's first admission
+    num_bound_tokens: int = 0  # cached prompt tokens if the replica of each turn had never evicted
+    num_prefilled_tokens: int = 0  # computed, including repetitions
     num_sampled_tokens: int = 0
     num_preemptions: int = 0
-    num_moves: int = 0  # turns that ran elsewhere than the turn before, retries left out
+    num_moves: int = 0  # turns on another replica than the previous turn, except retries
     num_updates: int = 0
     busy_s: float = 0.0
-    alive_s: float = 0.0  # of engines, pauses left out
+    alive_s: float = 0.0  # engine time, without pauses
     trajectory_ended_at: list[float] = field(default_factory=list)
     group_ended_at: list[float] = field(default_factory=list)
     tokens_by_second: list[list[float]] = field(default_factory=list)  # sampled, by replica
@@ -61,16 +61,16 @@ class Recording:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A trajectory and where it stands."""
+    """A trajectory and its state."""
 
     trajectory: Trajectory
     num_prompt_tokens: int
     turn: int = 0
-    path: Path = ()  # of its blocks' names; empty before its first turn is placed
+    path: Path = ()  # names of its blocks; empty before its first turn is placed
     replica: int | None = None
     is_retry: bool = False  # the replica of this turn was lost
-    num_outputs: int = 0  # of this turn, that are not sampled yet
-    num_cached_tokens: int | None = None  # of this turn's first attempt
+    num_outputs: int = 0  # tokens of this turn that are not sampled yet
+    num_cached_tokens: int | None = None  # first attempt of this turn
     is_in_flight: bool = False
     has_ended: bool = False
 
@@ -83,7 +83,7 @@ class Live:
 def run(
     make: ArmMaker, shape: FleetShape, workload: Workload, disturbance: Disturbance, seed: int = 0
 ) -> Recording:
-    """Run a workload to its end. Raises RuntimeError if the policy lets a turn wait for ever."""
+    """Run a workload to its end. Raises RuntimeError if the policy lets a turn wait forever."""
     return Run(make(shape, workload, seed), shape, workload, disturbance).run()
 
 
@@ -116,14 +116,14 @@ class Run:
         self._shape = shape
         self._disturbance = disturbance
         self._engines = [Engine(number, shape) for number in range(shape.num_replicas)]
-        self._lost: dict[int, float] = {}  # replica -> when
+        self._lost: dict[int, float] = {}  # replica -> time of its loss
         self._live = [Live(one, one.num_group_tokens, num_outputs=one.outputs[0]) for one in workload.trajectories]
         self._num_siblings: dict[int, int] = {}
         for one in workload.trajectories:
             self._num_siblings[one.group] = self._num_siblings.get(one.group, 0) + 1
         self._num_turns = workload.num_turns
         self._num_left = len(self._live)
-        self._num_begun = 0  # trajectories that have a worker's place now
+        self._num_begun = 0  # trajectories that occupy a worker's slot
         self._events: list[tuple[float, int, Callable[[float, int], None], int]] = []
         self._num_events = 0
         self._versions = [-1] * len(self._engines)
@@ -131,9 +131,9 @@ class Run:
         self._later_turns: list[tuple[float, int, Live]] = []
         self._epoch = 0
         self._names = _Names()
-        self._touched: dict[Engine, None] = {}  # engines that got something during this event
-        self._known: dict[tuple[int, int], int] = {}  # replica, run -> end of its blocks ever computed there
-        self._num_timers = 0  # tools that run, and trajectories that come by themselves
+        self._touched: dict[Engine, None] = {}  # engines that received work during this event
+        self._known: dict[tuple[int, int], int] = {}  # replica, run -> end of the blocks ever computed there
+        self._num_timers = 0  # running tools, and trajectories with an arrival time
         self._idle_since: float | None = None
         self._is_half = False
         self._is_updating = False
@@ -157,15 +157,15 @@ class Run:
         return self._finish(now)
 
     def group_ended(self, group: int, now: float) -> None:
-        """Be told of a group whose trajectories have all ended."""
+        """Called when all trajectories of a group have ended."""
 
     def arrive(self, group: int, when: float) -> None:
-        """Have a group come that the workload gives no time (infinity)."""
+        """Schedule the arrival of a group without an arrival time in the workload (infinity)."""
         for live in self._live:
             if live.trajectory.group == group:
                 self._come(live, when)
 
-    # --- events ---
+    # Events
 
     def _at(self, when: float, action: Callable[[float, int], None], argument: int) -> None:
         self._num_events += 1
@@ -176,7 +176,7 @@ class Run:
         self._at(when, self._on_arrival, live.trajectory.number)
 
     def _schedule(self, engine: Engine, now: float) -> None:
-        """Have an engine begin what it can, and its next event on the heap."""
+        """Start the engine's next step, and put its next event on the heap."""
         engine.plan(now)
         if engine.version != self._versions[engine.number]:
             self._versions[engine.number] = engine.version
@@ -243,7 +243,7 @@ class Run:
     def _on_updated(self, now: float, _: int) -> None:
         engines = [engine for engine in self._engines if engine.number not in self._lost]
         last = max((engine.ends_at for engine in engines if engine.ends_at != INFINITY), default=now)
-        if last > now:  # a long step is not over
+        if last > now:  # a long step is still running
             self._at(last, self._on_updated, 0)
             return
         self._is_updating = False
@@ -261,7 +261,7 @@ class Run:
             if live.path and not live.has_ended:
                 self._rename(live)
                 if live.is_in_flight:
-                    self._bound(live)  # it is computed once more, for all that comes after
+                    self._bound(live)  # it is computed again, for all later turns
         paths = {live.trajectory.number: live.path for live in self._live}
         for engine in engines:
             engine.flush(paths)
@@ -292,7 +292,7 @@ class Run:
         self._timed(self._policy.replica_added, number, now)
         self._round(now, _REFUSALS_AFTER_LOOK)
 
-    # --- turns ---
+    # Turns
 
     def _rename(self, live: Live) -> None:
         live.path = self._names.path(live.trajectory, self._epoch, self._shape.block_size)
@@ -303,7 +303,7 @@ class Run:
         heapq.heappush(self._later_turns if live.path else self._first_turns, (rank, self._num_events, live))
 
     def _round(self, now: float, max_refusals: int) -> None:
-        """Ask for turns that wait, later turns first."""
+        """Place waiting turns, later turns first."""
         for turns in (self._later_turns, self._first_turns):
             refused: list[tuple[float, int, Live]] = []
             while turns and len(refused) < max_refusals:
@@ -316,7 +316,7 @@ class Run:
                 heapq.heappush(turns, entry)
 
     def _try(self, live: Live, now: float) -> bool:
-        """Ask the policy for a replica, and send the turn there. Returns False if it has to wait."""
+        """Place a turn and send it to its replica. Returns False if it has to wait."""
         ask, record = live.ask, self._record
         number = self._timed(self._policy.place, ask, now)
         if number is None:
@@ -377,7 +377,7 @@ class Run:
         self._timed(self._policy.finished, live.trajectory.number, now)
 
     def _bound(self, live: Live) -> int:
-        """Count tokens of a prompt that its replica would have had it never evicted, and note that it has them."""
+        """Count the prompt tokens that its replica would have without evictions, and record that it has them."""
         size, replica = self._shape.block_size, live.replica
         assert replica is not None
         num_full = live.num_prompt_tokens // size

@@ -1,4 +1,4 @@
-"""Each arm's rule, by choices worked out by hand; every arm through a run with updates, a loss and an addition."""
+"""Each arm's rule, on choices worked out by hand; every arm in a run with updates, a loss and an addition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ask(trajectory: int, num_tokens: int = 100, group: int = 0, turn: int = 0) -
 
 
 def begin(policy: Policy, turn: TurnAsk, replica: int | None = None) -> int:
-    """Place a turn, and begin it there or on the replica that is given."""
+    """Place a turn, and start it there or on the given replica."""
     chosen = policy.place(turn, 0.0)
     assert chosen is not None
     chosen = chosen if replica is None else replica
@@ -88,7 +88,7 @@ def test_sticky_counts_trajectories_until_they_are_finished() -> None:
     assert policy.num_live == {1 - first: 2}
 
 
-# --- cache_aware ---
+# cache_aware
 
 PROMPTS = Workload(
     (
@@ -108,12 +108,12 @@ def test_siblings_and_later_turns_match_and_a_system_prompt_alone_is_too_little(
     policy = CacheAware(shape_of(3), PROMPTS, 0, misses_to_smallest=misses_to_smallest)
     assert begin(policy, prompt(0)) == 0
     assert begin(policy, prompt(1)) == 0  # a sibling
-    assert policy.matched(prompt(4)) == {0: 100}  # 25 % of it
+    assert policy.matched(prompt(4)) == {0: 100}  # 25 % of the prompt
     assert begin(policy, prompt(4)) == 1
     assert policy.matched(prompt(4, 160, turn=1)) == {1: 400, 0: 100}
     assert begin(policy, prompt(4, 160, turn=1)) == 1
     assert policy.matched(prompt(4, 300, turn=2)) == {1: 560, 0: 100}
-    assert policy.matched(prompt(12)) == {0: 100, 1: 100}  # 50 % of it
+    assert policy.matched(prompt(12)) == {0: 100, 1: 100}  # 50 % of the prompt
     assert begin(policy, prompt(12)) == 0
     policy.replica_lost(0, 0.0)
     assert policy.matched(prompt(0)) == {1: 100}
@@ -127,7 +127,7 @@ def test_a_miss_goes_to_the_least_loaded_replica_or_to_the_smallest_tree() -> No
         assert begin(policy, prompt(4, 160, turn=1)) == 1
         end(policy, prompt(4), 1)
     assert smg.in_flight == {0: 1, 1: 1}
-    assert vllm.place(prompt(8), 0.0) == 0  # 400 tokens there, 560 on the other
+    assert vllm.place(prompt(8), 0.0) == 0  # 400 tokens there, 560 on the other replica
     begin(smg, prompt(1))
     assert smg.place(prompt(8), 0.0) == 1
 
@@ -140,7 +140,7 @@ def test_an_imbalance_by_both_bounds_goes_to_the_shortest_queue_whatever_matches
     assert begin(policy, prompt(78)) == 0  # 65 to 1
 
 
-# --- the oracle ---
+# Oracle
 
 
 def test_the_longest_begins_first_and_groups_go_to_the_least_known_work() -> None:
@@ -158,13 +158,13 @@ def test_the_longest_begins_first_and_groups_go_to_the_least_known_work() -> Non
     home = begin(policy, asks[3])
     assert begin(policy, asks[2]) == 1 - home
     assert begin(policy, asks[4]) == home
-    assert begin(policy, asks[0]) == home  # 6 turns' work there, 9 elsewhere
+    assert begin(policy, asks[0]) == home  # 6 turns of work there, 9 elsewhere
     end(policy, asks[2], 1 - home)
     policy.replica_lost(home, 0.0)
     assert begin(policy, asks[0]) == 1 - home
 
 
-# --- all ---
+# All arms
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -230,7 +230,7 @@ def test_a_table_has_the_ratio_of_what_its_regime_is_judged_by() -> None:
 
 
 class HeldKV(OursPolicy):
-    """Counts the KV that running requests and holders at their tools have, independently of the balancer."""
+    """Counts the KV of running requests and of trajectories that wait for tools, independently of the balancer."""
 
     most_held_tokens = 0
 
@@ -295,7 +295,7 @@ def test_held_kv_never_exceeds_what_the_engine_reported(
 
 
 class SeenKV(HeldKV):
-    """Records the share of the KV that is held once a second, in the half minute after the first minute."""
+    """Records the share of KV in use once a second, in the half minute after the first minute."""
 
     def look(self, loads: Sequence[EngineLoad | None], now: float) -> None:
         self.most_held_tokens = 0

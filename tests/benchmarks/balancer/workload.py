@@ -1,8 +1,8 @@
-"""The work of one run: groups of agent trajectories, drawn from the shapes that published traces have.
+"""The work of one run: groups of agent trajectories, drawn from distributions that match published traces.
 
 Lengths and times are log-normal, turns of siblings are correlated, and tools are a mixture of short, medium and
 Pareto-tailed ones. The same parameters and seed give the same workload on every machine: numpy's PCG64 draws it,
-trajectory by trajectory, so that a change of one parameter disturbs no other draw.
+trajectory by trajectory, so that a change of one parameter changes no other draw.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class ToolTimes:
-    """Seconds a tool runs: log-normal (median, sigma) short and medium ones, Pareto (least, alpha) long ones."""
+    """Tool run times in seconds: log-normal (median, sigma) if short or medium, Pareto (least, alpha) if long."""
 
     short: tuple[float, float] = (0.4, 1.3)
     medium: tuple[float, float] = (8.0, 1.0)
     long: tuple[float, float] = (60.0, 1.2)
     shares: tuple[float, float, float] = (0.85, 0.12, 0.03)
     longest_s: float = 120.0  # tools time out
-    group_sigma: float = 0.0  # of a factor that all tools of a group have in common
+    group_sigma: float = 0.0  # factor that all tools of a group share
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +29,31 @@ class WorkloadParameters:
     """A distribution of workloads; medians in tokens and turns, sigmas of the underlying normal."""
 
     num_groups: int = 64
-    num_samples: int = 8  # a group
+    num_samples: int = 8  # per group
     num_systems: int = 1  # different system prompts; a group has one
     system_tokens: int = 2048
-    prompt: tuple[float, float] = (6000.0, 0.6)  # of a group, without the system prompt
-    turns: tuple[float, float] = (16.0, 0.6)  # a group's median
+    prompt: tuple[float, float] = (6000.0, 0.6)  # prompt of a group, without the system prompt
+    turns: tuple[float, float] = (16.0, 0.6)  # median per group
     turns_sibling_sigma: float = 0.25
     max_turns: int = 40
     output: tuple[float, float] = (220.0, 0.9)
     observation: tuple[float, float] = (500.0, 1.1)
     max_observation: int = 16_000
     max_context: int = 65_536  # a trajectory ends before it
-    aborted: float = 0.05  # share that ends after a turn drawn evenly
+    aborted: float = 0.05  # share that ends after a uniformly drawn turn
     tools: ToolTimes = ToolTimes()
-    arrive_over_s: float = 0.0  # groups come at times drawn evenly from so many seconds; 0: all at once
+    arrive_over_s: float = 0.0  # arrival times of groups are uniform over this many seconds; 0: all at once
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sample: its own tokens and times, turn by turn. Outputs are at least 1 token."""
+    """One sample: its token counts and times, turn by turn. Outputs are at least 1 token."""
 
     number: int
     group: int
     system: int
     num_system_tokens: int
-    num_group_tokens: int  # system prompt included: what all siblings share
+    num_group_tokens: int  # shared by all siblings, including the system prompt
     outputs: tuple[int, ...]
     observations: tuple[int, ...]  # one less than outputs
     tools: tuple[float, ...]  # seconds; one less than outputs
@@ -123,11 +123,11 @@ def generate(parameters: WorkloadParameters, seed: int) -> Workload:
 
 
 def working_set_tokens(parameters: WorkloadParameters, num_live: int, num_workloads: int = 8) -> float:
-    """Return the KV tokens that `num_live` trajectories hold on average: their number times a turn's mean context.
+    """Return the average KV tokens of `num_live` trajectories: their number times a turn's mean context.
 
-    A context counts with half of what the turn samples.
+    Half of a turn's sampled tokens count towards its context.
 
-    The mean is over `num_workloads` seeds, so that it belongs to the parameters and not to one draw.
+    The mean is over `num_workloads` seeds, so that it depends on the parameters and not on one draw.
     """
     workloads = [generate(parameters, seed) for seed in range(num_workloads)]
     num_tokens = sum(workload.num_input_tokens + workload.num_sampled_tokens / 2 for workload in workloads)

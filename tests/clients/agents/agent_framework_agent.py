@@ -1,4 +1,4 @@
-"""Microsoft's agent-framework with `OpenAIChatClient`, its first choice: Responses by `previous_response_id`."""
+"""Microsoft's agent-framework with `OpenAIChatClient`, its default client: Responses by `previous_response_id`."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""The Anthropic SDK on `/v1/messages`: a tool loop, a stream, and the SDK's own loop, which asks for a thread."""
+"""The Anthropic SDK on `/v1/messages`: a tool loop, a stream, and the SDK's own loop, which requests a thread."""
 
 import anthropic
 from support import QUESTION, Expression, Session, calculate, service_url
@@ -21,7 +21,7 @@ def client_of(session: Session) -> anthropic.Anthropic:
 
 
 def tools(url: str) -> None:
-    """Tool use and its result, echoed as the SDK's own blocks."""
+    """Call a tool and echo its result as the SDK's own blocks."""
     session = Session(url, "anthropic, tools")
     client = client_of(session)
     messages, num_turns = [{"role": "user", "content": QUESTION}], 0
@@ -47,7 +47,7 @@ def tools(url: str) -> None:
 
 
 def streaming(url: str) -> None:
-    """Two turns through the SDK's stream helper."""
+    """Run two turns through the SDK's stream helper."""
     session = Session(url, "anthropic, streaming")
     client = client_of(session)
     messages = [{"role": "user", "content": "Hello"}]
@@ -67,7 +67,7 @@ def calculator(expression: Expression) -> str:
 
 
 def tool_runner(url: str) -> None:
-    """The SDK sends `thread` first; what we refuse it with makes it go on with whole histories."""
+    """The SDK sends `thread` first; after our refusal it continues with whole histories."""
     session = Session(url, "anthropic, tool runner")
     runner = client_of(session).beta.messages.tool_runner(
         model="default",

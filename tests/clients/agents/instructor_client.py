@@ -1,4 +1,4 @@
-"""instructor: a typed answer by a forced tool, whole and in parts, and by a JSON schema."""
+"""instructor: a typed answer by a forced tool, complete and in parts, and by a JSON schema."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from support import Session, service_url
 
 
 class Fact(BaseModel):
-    """What the answer must be."""
+    """The required type of the answer."""
 
     city: Literal["Paris", "Rome"]
     is_large: bool
@@ -29,14 +29,14 @@ def client_of(session: Session, mode: instructor.Mode) -> instructor.Instructor:
 
 
 def whole(url: str, mode: instructor.Mode) -> None:
-    """One answer."""
+    """Request one answer."""
     session = Session(url, f"instructor, {mode.value}")
     assert isinstance(client_of(session, mode).create(response_model=Fact, max_retries=0, **ASKED), Fact)
     session.report(1)
 
 
 def partial(url: str) -> None:
-    """The parts of a streamed call grow to the whole of it."""
+    """The parts of a streamed call grow to the complete call."""
     session = Session(url, "instructor, partial")
     parts = list(
         client_of(session, instructor.Mode.TOOLS).create_partial(response_model=Fact, max_retries=0, **ASKED)

@@ -1,4 +1,4 @@
-"""litellm: a tool loop over its OpenAI and its Anthropic provider, whole and streamed."""
+"""litellm: a tool loop over its OpenAI and its Anthropic provider, with and without streaming."""
 
 import json
 
@@ -22,7 +22,7 @@ TOOLS = [
 
 
 def answered(session: Session, messages: list, provider: str, choice: str, *, streaming: bool) -> litellm.Message:
-    """One turn, put together from its chunks where it is streamed."""
+    """Return one turn, assembled from its chunks if it is streamed."""
     base_url = session.base_url if provider == "openai" else session.base_url.removesuffix("/v1")
     answer = litellm.completion(
         model=f"{provider}/default",
@@ -41,7 +41,7 @@ def answered(session: Session, messages: list, provider: str, choice: str, *, st
 
 
 def run(url: str, provider: str, *, streaming: bool) -> None:
-    """A loop that echoes litellm's own messages; the first call is forced."""
+    """Run a loop that echoes litellm's own messages; the first call is forced."""
     session = Session(url, f"litellm, {provider}{', streaming' if streaming else ''}")
     messages: list = [{"role": "user", "content": QUESTION}]
     num_turns = 0

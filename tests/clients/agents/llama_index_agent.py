@@ -14,7 +14,7 @@ def calculator(expression: Expression) -> str:
 
 
 async def run(url: str, label: str, *, streaming: bool) -> None:
-    """One agent run. Its first call is forced, and the tool gets the arguments that the policy wrote."""
+    """Run the agent once. Its first call is forced, and the tool gets the arguments that the policy wrote."""
     session = Session(url, label)
     model = OpenAILike(
         model="default",

@@ -1,4 +1,4 @@
-"""openai-agents over both of its wires: chat completions and responses (its default)."""
+"""openai-agents over both of its APIs: chat completions and responses (its default)."""
 
 import asyncio
 import importlib
@@ -6,7 +6,7 @@ import importlib
 from openai import AsyncOpenAI
 from support import QUESTION, Expression, Session, calculate, service_url
 
-agents = importlib.import_module("agents")  # the package's own name is that of this folder
+agents = importlib.import_module("agents")  # the package has the same name as this folder
 agents.set_tracing_disabled(True)
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI SDK, 2.8 and 3.x alike: async, sync, streaming, tools, structured output, raw responses."""
+"""The OpenAI SDK, versions 2.8 and 3.x: async, sync, streaming, tools, structured output, raw responses."""
 
 import asyncio
 import json
@@ -30,14 +30,14 @@ TOOLS = [
 
 
 class Fact(BaseModel):
-    """What the structured answer must be."""
+    """The required type of the structured answer."""
 
     city: Literal["Paris", "Rome"]
     is_large: bool
 
 
 def answers(message) -> list[dict]:
-    """Tool messages for an assistant message's calls."""
+    """Return tool messages for an assistant message's calls."""
     return [
         {
             "role": "tool",
@@ -49,7 +49,7 @@ def answers(message) -> list[dict]:
 
 
 def sync_tools(url: str) -> None:
-    """A loop over `client.chat.completions.create`, echoing the SDK's own objects."""
+    """Run a loop over `client.chat.completions.create` that echoes the SDK's own objects."""
     session = Session(url, "sync, tools")
     client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
     messages, num_turns = [{"role": "user", "content": QUESTION}], 0
@@ -75,7 +75,7 @@ def sync_tools(url: str) -> None:
 
 
 async def async_turns(url: str) -> None:
-    """Two user turns on AsyncOpenAI."""
+    """Run two user turns on AsyncOpenAI."""
     session = Session(url, "async")
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         messages = [{"role": "user", "content": "Hello"}]
@@ -87,7 +87,7 @@ async def async_turns(url: str) -> None:
 
 
 async def streaming(url: str) -> None:
-    """A stream and the same call without one: same seed, same text, calls and ids."""
+    """A stream and the same call without streaming: same seed, same text, calls and ids."""
     session = Session(url, "streaming", ["branch"])
     body = {
         "model": "default",
@@ -121,7 +121,7 @@ async def streaming(url: str) -> None:
 
 
 def structured(url: str) -> None:
-    """`parse` into a pydantic model: decoding is constrained, so an untrained policy fits the schema too."""
+    """`parse` into a pydantic model: decoding is constrained, so an untrained policy matches the schema too."""
     session = Session(url, "structured output")
     client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
     answer = client.chat.completions.parse(
@@ -138,7 +138,7 @@ def structured(url: str) -> None:
 
 
 def raw(url: str) -> None:
-    """`with_raw_response`: headers and body."""
+    """Check headers and body of `with_raw_response`."""
     session = Session(url, "raw response")
     client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
     answer = client.chat.completions.with_raw_response.create(

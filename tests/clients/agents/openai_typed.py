@@ -1,4 +1,4 @@
-"""openai's typed helpers as an agent uses them: each answer goes back into the history as the object that came."""
+"""openai's typed helpers as an agent uses them: each answer is sent back as the object that was received."""
 
 import sys
 
@@ -13,7 +13,7 @@ class lookup(BaseModel):
 
 
 def ask(client: openai.OpenAI, messages: list, way: str):
-    """One turn by `.parse()` or `.stream()`."""
+    """Run one turn by `.parse()` or `.stream()`."""
     asked = {"model": "default", "messages": messages, "tools": [openai.pydantic_function_tool(lookup)]}
     if way == "parse":
         return client.chat.completions.parse(**asked).choices[0].message
@@ -22,7 +22,7 @@ def ask(client: openai.OpenAI, messages: list, way: str):
 
 
 def respond(client: openai.OpenAI, items: list, way: str):
-    """One turn of the Responses API by `.parse()` or `.stream()`."""
+    """Run one turn of the Responses API by `.parse()` or `.stream()`."""
     tools = [openai.pydantic_function_tool(lookup)["function"] | {"type": "function"}]
     if way == "parse":
         return client.responses.parse(model="default", input=items, tools=tools)

@@ -14,7 +14,7 @@ def model_of(session: Session) -> OpenAIChatModel:
 
 
 def with_a_tool(url: str) -> None:
-    """One agent run, until its final text."""
+    """Run the agent once, until its final text."""
     session = Session(url, "pydantic-ai")
     agent = Agent(model_of(session), model_settings=ModelSettings(temperature=0, max_tokens=96), retries=3)
 
@@ -28,13 +28,13 @@ def with_a_tool(url: str) -> None:
 
 
 class Verdict(BaseModel):
-    """What the agent must end with."""
+    """The required type of the agent's result."""
 
     is_expensive: bool
 
 
 def structured(url: str) -> None:
-    """Two runs over one history. A typed result is a tool whose call is demanded, so decoding is constrained."""
+    """Run twice over one history. A typed result is a tool whose call is required, so decoding is constrained."""
     session = Session(url, "pydantic-ai, structured output")
     agent = Agent(model_of(session), output_type=Verdict, model_settings=ModelSettings(max_tokens=96))
     first = agent.run_sync(QUESTION)

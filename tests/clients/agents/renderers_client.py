@@ -12,7 +12,7 @@ POLICY = Path(__file__).resolve().parents[3] / "examples" / "tiny_policy" / "v1"
 
 
 async def main(url: str) -> None:
-    """Two turns in a session; the header of the client's own says nothing beside the session's path."""
+    """Run two turns in a session; the path names the session, so the client's own header has no effect."""
     session = Session(url, "renderers")
     tokenizer = load_tokenizer(str(POLICY))
     renderer = create_renderer(tokenizer)
@@ -45,7 +45,7 @@ async def main(url: str) -> None:
             await generate(messages=[], prompt_ids=[5] * 100_000, **common)
         except OverlongPromptError as error:
             too_long = error
-        assert too_long is not None  # `GET /v1/models` told how long it may be
+        assert too_long is not None  # `GET /v1/models` reported the maximum length
     session.report(2, served=turns)
 
 

@@ -1,4 +1,4 @@
-"""smolagents: content as lists, stop strings that it appends to history, tool calls that it rewrites as text."""
+"""smolagents: content as lists, stop strings appended to history, and tool calls rewritten as text."""
 
 from typing import get_args
 
@@ -7,7 +7,7 @@ from support import QUESTION, Expression, Session, calculate, service_url
 
 
 class Calculator(Tool):
-    """The tool, as smolagents wants one."""
+    """The tool, in the form that smolagents requires."""
 
     name = "calculator"
     description = "Evaluate an arithmetic expression."
@@ -21,7 +21,7 @@ class Calculator(Tool):
 
 
 def main() -> None:
-    """A step, a second one over the history that smolagents rewrote as text, and its last resort: a new prompt."""
+    """Run a step, a second one over the history that smolagents rewrote as text, and its fallback: a new prompt."""
     session = Session(service_url(), "smolagents", ["history_edit", "system_changed"])
     model = OpenAIModel(
         "default", api_base=session.base_url, api_key=session.api_key, temperature=0.0, max_completion_tokens=96

@@ -1,7 +1,7 @@
-"""What every client script needs, from the standard library alone: it runs in the client's own environment.
+"""Helpers for all client scripts. They use only the standard library: scripts run in the client's environment.
 
 A script gets the service's URL, opens a session for each conversation, talks to it as users of that client do, and
-prints one JSON line a session: what it is called, its id, and the splits that its trajectory must have.
+prints one JSON line per session: its name, its id, and the splits that its trajectory must have.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import Literal
 
 QUESTION = "A ticket costs 49 dollars. What do 655 tickets cost with a fee of 249 dollars?"
 Expression = Literal["655 * 49", "655 * 49 + 249"]
-"""What the tool takes. The shipped policy has never seen these frameworks' prompts: where a call is forced, the
-schema keeps its argument short, and what follows is a whole tool loop."""
+"""The tool's argument. The shipped policy has never seen these frameworks' prompts: if a call is forced, the
+schema keeps its argument short, so that a complete tool loop follows."""
 
 
 class Session:
@@ -34,18 +34,18 @@ class Session:
         self.num_calls = 0
 
     def report(self, num_turns: int, **facts: object) -> None:
-        """Say what the conversation was: at least `num_turns` model calls, and whatever the script checked."""
+        """Print the conversation: at least `num_turns` model calls, and the results of the script's own checks."""
         line = {"label": self.label, "session_id": self.session_id, "num_turns": num_turns, "splits": self.splits}
         print(json.dumps({**line, "control_key": self.control_key, **facts}), flush=True)
 
 
 def service_url() -> str:
-    """The command line's only argument."""
+    """Return the command line's only argument."""
     return sys.argv[1]
 
 
 def calculate(expression: str) -> str:
-    """What the tool answers: sums and products of whole numbers, and nothing that a policy could misuse."""
+    """Return the tool's answer: sums and products of whole numbers, so that a policy cannot misuse it."""
     try:
         if len(expression) > 100 or not set(expression) <= set("0123456789+-*/(). "):
             raise ValueError(expression)

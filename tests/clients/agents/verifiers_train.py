@@ -1,4 +1,4 @@
-"""verifiers' TrainClient: the engine of a training run, which prime-rl gives it."""
+"""verifiers' TrainClient, the engine of a training run that prime-rl passes to it."""
 
 import asyncio
 import os
@@ -16,9 +16,9 @@ KEY = "AGENTLOOP_KEY"
 
 
 async def main(url: str) -> None:
-    """One turn, and one whose prompt the model cannot hold: a 400 that no harness repeats."""
+    """Run one turn, and one with a prompt that the model cannot hold: a 400 that no harness retries."""
     session = Session(url, "verifiers")
-    os.environ[KEY] = session.api_key  # it takes keys from the environment alone
+    os.environ[KEY] = session.api_key  # it reads keys only from the environment
     config = TrainClientConfig(base_url=session.base_url, api_key_var=KEY, renderer_model_name=str(POLICY))
     client = TrainClient(config)
     sampling = SamplingConfig(max_tokens=48, temperature=1.0, top_p=1.0)

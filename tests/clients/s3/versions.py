@@ -1,4 +1,4 @@
-"""Versions over S3: published, read back, refused; moto serves it by HTTP. Run in an environment of its own."""
+"""Versions over S3: published, read back, refused. moto serves S3 over HTTP. Runs in a separate environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A taskset for the test of the bridge to verifiers: one turn, and a reward that says what the policy answered."""
+"""A taskset for the test of the bridge to verifiers: one turn, and a reward that depends on the policy's answer."""
 
 import verifiers.v1 as vf
 
@@ -6,7 +6,7 @@ __all__ = ["CountingTaskset"]
 
 
 class CountingTask(vf.Task):
-    """Score an answer by its length, which differs from sample to sample, and so do their rewards."""
+    """Score an answer by its length; lengths, and therefore rewards, differ from sample to sample."""
 
     @vf.reward
     async def length(self, trace: vf.Trace) -> float:

@@ -1,6 +1,6 @@
-"""The clock of a test host that is apart: hosts of one machine have one clock, and no namespace moves it.
+"""A shifted clock for one test host: hosts on one machine share its clock, which namespaces cannot shift.
 
-It is on PYTHONPATH of that host's processes alone. Ray's C++ parts and the file systems keep the machine's clock.
+It is on PYTHONPATH of that host's processes only. Ray's C++ code and the file systems keep the machine's clock.
 """
 
 import os

@@ -1,10 +1,9 @@
-"""The chat endpoint as agents meet it, in one process: the real app on the server that it has beside
-Serve's, over a simulated engine.
+"""The chat endpoint as agents see it, in one process: the real app on its direct server, over a simulated engine.
 
-The coordinator alone is a fake: it grants every lease, and keeps what sessions hand in.
+Only the coordinator is a fake: it grants every lease, and stores the results that sessions submit.
 
-async with chat_service(tmp_path) as service:
-    client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="any")
+    async with chat_service(tmp_path) as service:
+        client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="any")
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ MAX_ERROR_BYTES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Every limit of a service under test."""
+    """All limits of a service under test."""
 
     endpoint: EndpointLimits = field(default_factory=EndpointLimits)
     http: HttpLimits = field(default_factory=HttpLimits)
@@ -69,7 +68,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ChatService:
-    """What a test may look at."""
+    """The parts of the service that a test may inspect."""
 
     url: str
     engine: SimulatedEngine
@@ -82,7 +81,7 @@ class ChatService:
         return int(self.url.rsplit(":", 1)[1])
 
     async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
-        """Status, JSON body and headers of an answer, after checking what holds for every one."""
+        """Return status, JSON body and headers of an answer, after the checks that apply to every answer."""
         async with self.http.request(method, self.url + path, **kwargs) as answer:
             data = await answer.read()
             check_answer(answer.status, {name.lower(): value for name, value in answer.headers.items()}, data)
@@ -90,16 +89,16 @@ class ChatService:
 
 
 def check_answer(status: int, headers: dict[str, str], data: bytes) -> None:
-    """A request id on every answer; on every refusal the envelope, and not more than a few kilobytes of it."""
+    """Check that an answer has a request id, and that a refusal is an error envelope of at most a few kilobytes."""
     assert headers.get("x-request-id"), headers
     if status >= 400:
         assert len(data) <= MAX_ERROR_BYTES
         assert headers["content-type"] == "application/json"
         body = orjson.loads(data)
-        if body.get("type") == "error":  # Anthropic's
+        if body.get("type") == "error":  # Anthropic's envelope
             assert set(body["error"]) >= {"type", "message"}
         else:
-            assert set(body) - {"success", "message"} == {"error"}  # SGLang's control verbs have the two
+            assert set(body) - {"success", "message"} == {"error"}  # SGLang's control verbs have these two keys
             assert set(body["error"]) - {"details", "retryable"} == {"message", "type", "param", "code"}
             assert isinstance(body["error"]["code"], str)
 
@@ -118,9 +117,9 @@ async def chat_service(
     weight_roots: Iterable[Path] = (),
     rules: ModeRules = ModeRules(),  # noqa: B008 - frozen
 ) -> AsyncIterator[ChatService]:
-    """Start the service. `decode_s` is what each token takes; without a `policy`, tokens are hashed from ids.
+    """Start the service. `decode_s` is the time per token; without a `policy`, tokens are hashed from ids.
 
-    `seeing` is an engine that takes images, of `renderer`'s model.
+    `seeing` is an engine that accepts images, of `renderer`'s model.
     """
     async with AsyncExitStack() as closing:
         engine = seeing or SimulatedEngine(replace(spec, latency=LatencyModel(decode_s=decode_s)), policy=policy)

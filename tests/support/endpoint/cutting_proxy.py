@@ -1,7 +1,7 @@
-"""A TCP proxy that cuts connections at random, at every stage of a call, always the same ones for a seed.
+"""A TCP proxy that cuts connections at random, at every stage of a call, deterministically for a seed.
 
-A client whose connection is cut cannot know how far its call came. Of the cut connections a part is cut towards the
-client only: the service goes on and finishes what nobody waits for, as behind a proxy that notices late.
+A client whose connection is cut cannot know which stage its call reached. Some connections are cut only towards the
+client: the service continues and finishes a call without a client, as behind a proxy that detects the cut late.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
 
-LINGER_S = 5.0  # how long the service's side of a half-cut connection stays
+LINGER_S = 5.0  # time that the service's side of a half-cut connection stays open
 READ_BYTES = 1 << 16
 
 
 class Cut(StrEnum):
-    """When a connection is cut."""
+    """The stage at which a connection is cut."""
 
     BEFORE = "before the request is passed on"
     IN_REQUEST = "in the middle of the request"
@@ -28,7 +28,7 @@ class Cut(StrEnum):
 
 
 class CuttingProxy:
-    """Stands before one port. `rate` of its connections are cut; `cuts` counts them by their stage."""
+    """A proxy for one port. `rate` of its connections are cut; `cuts` counts them by stage."""
 
     def __init__(self, port: int, rate: float, seed: int) -> None:
         self._port = port
@@ -38,7 +38,7 @@ class CuttingProxy:
         self.cuts: Counter[Cut] = Counter()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a client."""
+        """Handle one connection of a client."""
         self.num_connections += 1
         cut = self._random.choice(list(Cut)) if self._random.random() < self._rate else None
         is_half = self._random.random() < 0.5
@@ -49,7 +49,7 @@ class CuttingProxy:
             if cut is not Cut.BEFORE:
                 await self._pass_on(reader, writer, cut, share, is_half=is_half)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # either side went away by itself
+            pass  # either side closed the connection
         finally:
             writer.transport.abort() if cut is not None else writer.close()
 
@@ -88,7 +88,7 @@ class CuttingProxy:
 
 
 async def _request(reader: asyncio.StreamReader) -> bytes:
-    """One whole request: the clients of these tests say how long their bodies are."""
+    """Return one complete request. The clients of these tests always send a content length."""
     head = await reader.readuntil(b"\r\n\r\n")
     lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
     return head + await reader.readexactly(int(lengths[0]) if lengths else 0)
@@ -97,7 +97,7 @@ async def _request(reader: asyncio.StreamReader) -> bytes:
 async def _copy(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, leaving: asyncio.Task[bytes], *, is_last_held: bool
 ) -> None:
-    """Pass an answer on until its end, or until the client leaves; its last byte is held back if asked."""
+    """Forward an answer until its end or until the client leaves; optionally hold back its last byte."""
     held = b""
     try:
         while True:
@@ -129,7 +129,7 @@ async def _swallow(reader: asyncio.StreamReader) -> None:
 
 @asynccontextmanager
 async def cutting(port: int, rate: float, seed: int) -> AsyncIterator[tuple[str, CuttingProxy]]:
-    """Start one; yields its base URL and itself. At the end it waits for the connections it has."""
+    """Start a proxy; yields its base URL and the proxy. On exit it waits for the open connections."""
     proxy = CuttingProxy(port, rate, seed)
     serving: set[asyncio.Task[None]] = set()
 

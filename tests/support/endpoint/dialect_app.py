@@ -1,4 +1,4 @@
-"""The whole endpoint on a real socket, for tests with real clients; its simulated engine speaks from a script."""
+"""The whole endpoint on a real socket, for tests with real clients; its simulated engine follows a script."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ async def dialect_service(
     max_context_tokens: int = 8192,
     renderer: TemplateRenderer = RENDERER,
 ) -> AsyncIterator[DialectService]:
-    """The n-th turn of any conversation says the n-th reply; `renderer` has the shipped policy's tokenizer."""
+    """Run a service that answers the n-th turn of any conversation with the n-th reply.
+
+    `renderer` has the shipped policy's tokenizer.
+    """
     scripted = scripted_engine(*replies, spec=replace(SPEC, max_context_tokens=max_context_tokens))
     await scripted.start()
     engine = RecordingEngine(scripted)

@@ -1,4 +1,4 @@
-"""The endpoint's HTTP side over a registry whose sessions say what a test tells them to."""
+"""The endpoint's HTTP side over a registry whose sessions answer as a test configures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL = "examples/tiny_policy/v0"
 
 
 class FakeSession:
-    """Answers every call with the registry's `text`, one character a piece, after `before(number of the piece)`."""
+    """Answers every call with the registry's `text`, one character per piece, after `before(piece number)`."""
 
     def __init__(self, registry: FakeRegistry, record: SessionRecord) -> None:
         self.registry = registry
@@ -106,7 +106,7 @@ class FakeSession:
 
 
 class FakeRegistry:
-    """As `Sessions`, in memory."""
+    """A fake of `Sessions`, in memory."""
 
     def __init__(self) -> None:
         self.renderer = TemplateRenderer.from_directory(MODEL)
@@ -123,7 +123,7 @@ class FakeRegistry:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, and do nothing before pieces."""
+        """Clear all state, and the `before` hook."""
         self.text = "Hello"
         self.sessions: dict[str, FakeSession] = {}
         self.expired: set[str] = set()
@@ -144,7 +144,7 @@ class FakeRegistry:
         return self.sessions[session_id]
 
     def resident(self, session_id: str, user_names: Sequence[str] | None) -> FakeSession | None:
-        return None  # every session is somewhere else, and has to be awaited
+        return None  # every session is owned by another process, and must be awaited
 
     async def find(
         self, session_id: str, user_names: Sequence[str] | None, *, is_admin: bool = False
@@ -190,7 +190,7 @@ async def _nothing(index: int) -> None:
 
 
 def raising(error: AgentLoopError, at: int) -> Callable[[int], Awaitable[None]]:
-    """A `before` that fails at piece `at`."""
+    """Return a `before` hook that fails at piece `at`."""
 
     async def before(index: int) -> None:
         if index == at:
@@ -202,7 +202,7 @@ def raising(error: AgentLoopError, at: int) -> Callable[[int], Awaitable[None]]:
 def endpoint_app(
     registry: FakeRegistry, keys: Keys | None = None, limits: EndpointLimits | None = None
 ) -> tuple[FastAPI, Endpoint]:
-    """The whole front door, and the endpoint in it."""
+    """Return the whole app, including the endpoint."""
     endpoint = Endpoint(
         sessions=registry,
         renderer=registry.renderer,
@@ -220,7 +220,7 @@ def endpoint_app(
 async def serving_endpoint(
     registry: FakeRegistry, keys: Keys | None = None, limits: EndpointLimits | None = None
 ) -> AsyncIterator[str]:
-    """Serve it; yields the base URL."""
+    """Serve the app; yields the base URL."""
     app, _ = endpoint_app(registry, keys, limits)
     async with serving(app) as url:
         yield url

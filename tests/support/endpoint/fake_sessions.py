@@ -1,4 +1,4 @@
-"""The session routes on a real socket, over a script instead of a model: what an agent's client talks to."""
+"""The session routes on a real socket, over a script instead of a model, for clients of agents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentloop.values import codec
 from tests.support.records.samples import make_path, make_trajectory
 
 Script = Callable[[list[dict[str, Any]]], dict[str, Any]]
-"""From a chat's messages to the assistant's next one."""
+"""Maps a chat's messages to the next assistant message."""
 
 
 def says_five(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -54,11 +54,11 @@ class FakeSessions:
 
     script: Script = says_five
     direct_url: str | None = None
-    lost_answers: int = 0  # of so many of the next requests the answer is lost, after they took effect
+    lost_answers: int = 0  # number of next requests whose answers are lost after they took effect
     refused: set[str] = field(default_factory=set)  # task ids whose sessions cannot be opened
     revoked: set[str] = field(default_factory=set)
     is_down: bool = False
-    call_s: float = 0.0  # how long a chat call takes
+    call_s: float = 0.0  # duration of a chat call
     url: str = ""
     sessions: dict[str, ServedSession] = field(default_factory=dict)
     records: list[Trajectory] = field(default_factory=list)

@@ -16,7 +16,8 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
     """Serve the app on a free port of 127.0.0.1; yields its base URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each answer waits 40 ms for an ACK
+        # otherwise each answer waits 40 ms for an ACK
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(app, log_config=None, ws="none", lifespan="on", timeout_graceful_shutdown=2)
         server = _QuietServer(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -31,7 +32,7 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
 
 
 class _QuietServer(uvicorn.Server):
-    """Leaves the test runner's signal handlers alone."""
+    """Does not replace the test runner's signal handlers."""
 
     def capture_signals(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -39,7 +40,7 @@ class _QuietServer(uvicorn.Server):
 
 @asynccontextmanager
 async def cutting_proxy(target_url: str, should_cut: Callable[[int], bool]) -> AsyncIterator[str]:
-    """A TCP proxy that drops the n-th connection halfway through the answer if `should_cut(n)`."""
+    """Run a TCP proxy that drops the n-th connection halfway through the answer if `should_cut(n)`."""
     port = int(target_url.rsplit(":", 1)[1])
     num_connections = 0
 

@@ -1,4 +1,4 @@
-"""Requests that no HTTP library would send, written to a socket as they are, and what becomes of them."""
+"""Requests that no HTTP library would send, written to a socket verbatim, and the answers to them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def request(
 
 
 async def exchanged(service: ChatService, data: bytes) -> list[RawAnswer]:
-    """Send bytes as they are; all answers until the server closes, or says nothing for half a second."""
+    """Send bytes verbatim; return all answers until the server closes, or is silent for half a second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", service.port, limit=1 << 20)
     answers: list[RawAnswer] = []
     try:

@@ -1,4 +1,4 @@
-"""A registry of sessions over a real file, with replicas that say how long their prompt was; in virtual time."""
+"""A registry of sessions over a real file, in virtual time; replicas answer with the length of their prompt."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from tests.support.fleet.service import Inline
 from tests.support.records.turns import in_store
 
 EPOCH_S = 1e9
-NOBODY = ("",)  # the names of a caller without keys
+NOBODY = ("",)  # the names of a caller without a key
 LIMITS = SessionLimits(max_sessions=8, idle_s=60.0, ttl_s=1000.0, one_off_ttl_s=100.0)
 
 
 @dataclass
 class Talker:
-    """Every replica: it says how long the prompt was. `gate`, while clear, holds answers back."""
+    """Every replica: it answers with the length of the prompt. While `gate` is clear, answers are held back."""
 
     num_calls: int = 0
     errors: list[AgentLoopError] = field(default_factory=list)
@@ -119,16 +119,16 @@ class SessionSite:
         return self.sessions.store
 
     async def in_store(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
-        """Do something in the store's file."""
+        """Run a function in the store's file."""
         return await in_store(self.store, work)
 
     async def disk(self, num_pages: int) -> None:
-        """Give the store so many pages at most."""
+        """Limit the store to so many pages."""
         await self.in_store(lambda db: db.execute(f"PRAGMA max_page_count = {num_pages}").fetchone())
 
     @property
     def recorded(self) -> list[tuple[str, str, bool]]:
-        """What the run's store has of the default rollout."""
+        """Return the run's records of the default rollout."""
         records = self.coordinator.finished.get("sessions", [])
         return [(one.group_id, one.stop_reason.value, one.is_complete) for one in records]
 
@@ -137,7 +137,7 @@ Test = Callable[[SessionSite, Sessions], Coroutine[Any, Any, None]]
 
 
 def virtually(limits: SessionLimits = LIMITS) -> Callable[[Test], Callable[[Path], None]]:
-    """Run a test over a started registry in virtual time; in the end no lease is left."""
+    """Run a test over a started registry in virtual time; at the end no lease may remain."""
 
     def decorate(test: Test) -> Callable[[Path], None]:
         @wraps(test)

@@ -35,16 +35,16 @@ CALCULATOR = {
 
 
 class MemoryJournal:
-    """What a session writes down, through the codec. Tests set its switches."""
+    """A session's journal, written through the codec. Tests set its switches."""
 
     def __init__(self) -> None:
         self.calls: dict[str, bytes] = {}
         self.nodes: dict[str, list[bytes]] = {}
         self.record: bytes | None = None
         self.writes: list[str] = []  # "begin", "end committed", "end failed", "save", in order
-        self.failures: list[tuple[str, Exception]] = []  # each is raised by the next write that begins so
-        self.loses_answers = False  # what is raised from now on is raised after the write was done
-        self.gate: asyncio.Event | None = None  # every write but a call's beginning waits for it
+        self.failures: list[tuple[str, Exception]] = []  # each is raised by the next write whose name begins so
+        self.loses_answers = False  # errors are raised after the write was done
+        self.gate: asyncio.Event | None = None  # every write except the start of a call waits for it
 
     def open_call(self, session_id: str, call: CallRecord) -> None:
         self._write_now("begin", lambda: self._put(call))
@@ -75,7 +75,7 @@ class MemoryJournal:
         return [codec.decode(data, Node) for nodes in self.nodes.values() for data in nodes]
 
     def restored(self, session: Session, engine: TokenEngine, **parts: object) -> Session:
-        """The session as another process would make it again."""
+        """Return the session as another process would restore it."""
         record = session.record if self.record is None else codec.decode(self.record, SessionRecord)
         return make_session(engine, self, record=record, nodes=self.stored_nodes, calls=self.records, **parts)
 
@@ -102,7 +102,7 @@ class MemoryJournal:
 
 @dataclass
 class Wall:
-    """Seconds since 1970, as a test wants them."""
+    """A wall clock, in seconds since 1970, that a test sets."""
 
     now_s: float = CREATED_AT
 
@@ -111,7 +111,7 @@ class Wall:
 
 
 def make_parts(**fields: object) -> SessionParts:
-    """Parts; `fields` override."""
+    """Return session parts; `fields` override."""
     renderer = fields.pop("renderer", RENDERER)
     given = {
         "renderer": renderer,
@@ -135,7 +135,7 @@ def make_session(
     calls: Sequence[CallRecord] = (),
     **parts: object,
 ) -> Session:
-    """A session; `parts` override those of `make_parts`."""
+    """Return a session; `parts` override those of `make_parts`."""
     record = SessionRecord("s", CREATED_AT, 3600.0, task_id="t") if record is None else record
     journal, made = MemoryJournal() if journal is None else journal, make_parts(**parts)
     under_lease = leased(engine, vocab_size=made.vocab_size)
@@ -145,7 +145,7 @@ def make_session(
 def ask(
     *messages: str | Message, max_tokens: int | None = 12, seed: int | None = None, **fields: object
 ) -> ChatCall:
-    """A call; a text is a user's message."""
+    """Return a call; a text becomes a user message."""
     made = tuple(Message("user", one) if isinstance(one, str) else one for one in messages)
     return ChatCall(made, SamplingParams(1, seed=seed), max_tokens=max_tokens, **fields)
 
@@ -155,7 +155,7 @@ def key(name: str, retry_count: int = 0) -> CallKey:
 
 
 async def streamed(session: Session, chat: ChatCall, call_key: CallKey) -> tuple[list[TurnPiece], ChatResult]:
-    """A stream to its end."""
+    """Read a stream to its end."""
     *pieces, result = [item async for item in session.stream(chat, call_key)]
     assert isinstance(result, ChatResult)
     assert all(isinstance(piece, TurnPiece) for piece in pieces)
@@ -163,7 +163,7 @@ async def streamed(session: Session, chat: ChatCall, call_key: CallKey) -> tuple
 
 
 def check_pieces(pieces: Sequence[TurnPiece], result: ChatResult) -> None:
-    """A stream's pieces are its answer."""
+    """Check that a stream's pieces add up to its answer."""
     for node in result.choices:
         own = [piece for piece in pieces if piece.choice_index == node.choice_index]
         assert [piece.finish is not None for piece in own] == [False] * (len(own) - 1) + [True]
@@ -172,7 +172,7 @@ def check_pieces(pieces: Sequence[TurnPiece], result: ChatResult) -> None:
 
 
 def check_trajectory(trajectory: Trajectory, nodes: Sequence[Node]) -> None:
-    """Arrays are aligned, spans tile what was sampled, and every sampled token is in exactly one mask."""
+    """Check that arrays are aligned, spans tile the output, and every sampled token is in exactly one mask."""
     for path in trajectory.paths:
         num_ids = len(path.response_ids)
         assert len(path.response_mask) == len(path.logprobs) == num_ids

@@ -1,4 +1,4 @@
-"""Engines without a model, with faults to order: for the fleet, for the front door, and under a lease."""
+"""Engines without a model, with configurable faults: for the fleet, for the HTTP app, and under a lease."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SLEEPER = EngineInfo("fake", 4096, 1000, 16, 10_000, 8, num_workers=2, weight_dt
 
 
 class FakeEngine:
-    """Keeps every call it gets. `failures` and `hangs` name verbs; `num_failures` bounds how often they fail."""
+    """Records every call. `failures` and `hangs` name verbs; `num_failures` bounds how often they fail."""
 
     def __init__(self, clock: Clock, url: str, version: int | None = 0, info: EngineInfo = INFO) -> None:
         self.clock = clock
@@ -54,7 +54,7 @@ class FakeEngine:
         self.unreadable: set[str] = set()  # directories
         self.on_commit: Callable[[], None] = lambda: None
         self.updates: list[WeightUpdate] = []
-        self.orders: list[TrainerOrder] = []  # that were followed
+        self.orders: list[TrainerOrder] = []  # orders that were followed
         self.is_paused = False
         self.is_usable = version is not None
         self.staged: int | None = None
@@ -101,7 +101,7 @@ class FakeEngine:
         self.is_paused = True
 
     async def drain_pinned(self, version: int, grace_s: float) -> None:
-        """No request of this engine demands a version."""
+        """Do nothing: no request of this engine requires a version."""
 
     async def commit(self, version: int, *, resumes: bool = False) -> CommitReport:
         if not self.is_paused or self.staged != version or MemoryTag.WEIGHTS in self.asleep:
@@ -157,14 +157,14 @@ class FakeEngine:
             raise self.failures[verb]
 
     def fail(self, verb: str, times: int = 1_000_000, after: int = 0) -> None:
-        """So many calls of `verb`, after some good ones, raise what a real engine would."""
+        """Fail the next `times` calls of `verb`, after `after` good ones, with a real engine's error."""
         kinds = {"stage": CheckpointUnreadable, "commit": WeightUpdateFailed}
         self.failures = {verb: kinds.get(verb, ConnectionResetError)(f"injected into {verb}")}
         self.num_failures, self.num_good = times, after
 
 
 class ReversingEngine:
-    """Answers with the prompt backwards; `errors` are raised first, `is_hanging` never answers."""
+    """Answers with the prompt backwards; `errors` are raised first, and `is_hanging` never answers."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, GenerateRequest]] = []
@@ -179,7 +179,7 @@ class ReversingEngine:
 
 
 class ReversingConnection:
-    """The part of the Engine port that the front door uses."""
+    """The part of the Engine port that the HTTP app uses."""
 
     def __init__(self, engine: ReversingEngine, url: str) -> None:
         self._engine = engine
@@ -212,14 +212,14 @@ class ReversingConnection:
 
 
 class OneReplica:
-    """The coordinator of a fleet with one replica: there is no other."""
+    """The coordinator of a fleet with only one replica."""
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
         return lease
 
 
 def leased(engine: TokenEngine, *, vocab_size: int = 1 << 31, max_attempts: int = 1) -> LeasedEngine:
-    """The engine under a lease; with one attempt its errors come as they are."""
+    """Return the engine under a lease; with one attempt its errors are raised unchanged."""
     holder = LeaseHolder(
         LeaseReporter("test", None),
         OneReplica(),  # type: ignore[arg-type] # its move alone

@@ -1,4 +1,4 @@
-"""Policies of simulated engines for tests: given replies, and what the hashed policy says next."""
+"""Policies of simulated engines for tests: scripted replies, and the continuation of the hashed policy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from agentloop.simulation.policy import HashPolicy, TokenStream
 from agentloop.types import GenerateRequest, SamplingParams
 
-_RAW_FACTOR = 2.0  # of logprobs, which are made up
+_RAW_FACTOR = 2.0  # factor of the raw logprobs, which are made up
 
 
 def continuation(policy: HashPolicy, token_ids: Sequence[int], version: int, num_tokens: int) -> tuple[int, ...]:
-    """Return the greedy ids that follow `token_ids` where all KV and sampling is of one version."""
+    """Return the greedy ids that follow `token_ids` if all KV and sampling is of one version."""
     greedy = SamplingParams(num_tokens, temperature=0.0)
     stream = policy.open(GenerateRequest("greedy", tuple(token_ids), greedy))
     state = stream.advance(0, token_ids, version)
@@ -24,11 +24,11 @@ def continuation(policy: HashPolicy, token_ids: Sequence[int], version: int, num
 
 
 class ScriptedPolicy:
-    """A policy with given replies: `script` maps a prompt's ids to the ids that answer it.
+    """A policy with scripted replies: `script` maps a prompt's ids to the ids of its answer.
 
-    After its last id a reply goes on with the request's first stop token, or without one with its last id, until
-    the request ends. Logprobs are made up and tell positions apart; what is sampled has no alternative. An empty
-    reply needs a stop token. A script must honour the constraints of the requests it answers.
+    After its last id, a reply continues with the request's first stop token (without a stop token, with its last
+    id) until the request ends. Logprobs are made up and differ by position; a sampled token has no alternative. An
+    empty reply needs a stop token. A script must honor the constraints of the requests that it answers.
     """
 
     def __init__(self, script: Callable[[Sequence[int]], Sequence[int]]) -> None:

@@ -1,4 +1,4 @@
-"""An engine that keeps what went in and what came out: what a session or a capture is compared with."""
+"""An engine that records its input and output, as the reference for sessions and captures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Served = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class RecordingEngine:
-    """Stands before another engine; everything but `generate` and `stream` is the other's."""
+    """Wraps another engine; every method except `generate` and `stream` is the other engine's."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.served: list[Served] = []
         self.requests: list[GenerateRequest] = []
-        self.generations: list[Generation] = []  # what `generate` answered
+        self.generations: list[Generation] = []  # results of `generate`
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.engine, name)
@@ -43,4 +43,4 @@ class RecordingEngine:
                 yield piece
         finally:
             await source.aclose()  # type: ignore[attr-defined]
-            self.served.append((request.token_ids, tuple(sampled)))  # also what was streamed until a stop string
+            self.served.append((request.token_ids, tuple(sampled)))  # includes tokens streamed before a stop string

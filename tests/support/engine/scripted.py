@@ -1,4 +1,4 @@
-"""Simulated engines that speak from a script, with the shipped policy's tokenizer and template."""
+"""Simulated engines that follow a script, with the shipped policy's tokenizer and template."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SPEC = SimulatedSpec(vocab_size=RENDERER.vocab_size, max_context_tokens=2048, nu
 
 
 def ids(text: str) -> list[int]:
-    """What a policy of this tokenizer samples for `text`, without the stop token."""
+    """Return the ids that a policy of this tokenizer samples for `text`, without the stop token."""
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def call(tool: str, **arguments: object) -> str:
-    """A tool call as the policy writes it."""
+    """Return a tool call as the policy writes it."""
     return "<tool_call>\n" + json.dumps({"name": tool, "arguments": arguments}) + "\n</tool_call>"
 
 
 def turns(*replies: str) -> Callable[[Sequence[int]], Sequence[int]]:
-    """A script: the n-th turn of any trajectory says the n-th reply."""
+    """Return a script: the n-th turn of any trajectory gets the n-th reply."""
     encoded = [ids(reply) for reply in replies]
     assistant = RENDERER.render([Message("user", "?")], [])[-3:]  # the generation prompt
 
@@ -48,7 +48,7 @@ def turns(*replies: str) -> Callable[[Sequence[int]], Sequence[int]]:
 def scripted_engine(
     *replies: str, decode_s: float = 0.0, spec: SimulatedSpec = SPEC, **options: Any
 ) -> SimulatedEngine:
-    """An engine whose n-th turn of a conversation says the n-th reply; without replies, one of hashed ids."""
+    """Return an engine whose n-th turn of a conversation gets the n-th reply; without replies, hashed ids."""
     spec = replace(spec, latency=LatencyModel(decode_s=decode_s)) if decode_s else spec
     policy = ScriptedPolicy(turns(*replies)) if replies else None
     return SimulatedEngine(spec, policy=policy, **options)

@@ -1,6 +1,6 @@
-"""A simulated engine that takes images: an image is a token for each hundred bytes of its file, between marks.
+"""A simulated engine that accepts images: an image is one token per hundred bytes of its file, between delimiters.
 
-Its marks and its placeholder are those of `vision_folder.py`, and as there the placeholder stands in every image.
+Its delimiters and its placeholder are those of `vision_folder.py`; as there, the placeholder is in every image.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.records.vision_folder import PLACEHOLDER
 
 
 class SeeingEngine(SimulatedEngine):
-    """Keeps what it was asked; an image of another kind than PNG is refused."""
+    """Records its requests; an image that is not a PNG is refused."""
 
     def __init__(self, renderer: TemplateRenderer, **options: object) -> None:
         super().__init__(**options)

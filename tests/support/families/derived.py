@@ -1,4 +1,4 @@
-"""Parsers that are derived from the templates of families."""
+"""Parsers that are derived from the templates of model families."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = tuple(family.name for family in table.DERIVED)
 
 @functools.cache
 def derived_chat(name: str) -> tuple[TemplateRenderer, FormatParser]:
-    """Return the renderer of a family, and the parser that is derived from what it writes."""
+    """Return the renderer of a family, and the parser derived from its output."""
     row = next(row for row in table.DERIVED if row.name == name)
     with tempfile.TemporaryDirectory() as folder:
         model = table.write_model(Path(folder), row, row.template)

@@ -1,9 +1,8 @@
-"""Families of models as data: added tokens, stops, thought marks and call syntax, with a model folder each.
+"""Families of models as data: added tokens, stops, reasoning delimiters and call syntax, with a model folder each.
 
-A folder has the family's chat template (`templates/`, sources in the README) and a tokenizer of ours: a small BPE
-with the family's added tokens, flagged special as in the family's own tokenizer. Gemma's is of the kind that falls
-back to tokens for bytes; all others are byte-level and cut text as Qwen's does, so that line
-breaks join what stands before.
+A folder has the family's chat template (`templates/`, sources in the README) and our own tokenizer: a small BPE
+with the family's added tokens, flagged special as in the family's own tokenizer. Gemma's has byte fallback tokens;
+all others are byte-level and split text like Qwen's, so that line breaks join the preceding text.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ _MISTRAL = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The facts of one family. `stops` are the generation config's, the one that ends a plain answer first.
+    """The facts of one family. `stops` are the generation config's; the one that ends a plain answer is first.
 
-    `special` and `markup` are added tokens: control tokens proper, and those that a tokenizer shows as text.
-    `calls` names the syntax of its tool calls, `num_parallel` to a turn. None: it has no tools.
+    `special` and `markup` are added tokens: control tokens proper, and those that a tokenizer decodes as text.
+    `calls` names the syntax of its tool calls, `num_parallel` per turn. None: it has no tools.
     """
 
     name: str
@@ -80,10 +79,10 @@ class Family:
     special: tuple[str, ...]
     markup: tuple[str, ...]
     stops: tuple[str, ...]
-    eos: str  # of the tokenizer's configuration
+    eos: str  # in the tokenizer's configuration
     bos: str | None = None
     think: tuple[str, str] | None = None
-    opens_reasoning: bool = False  # the generation prompt leaves a thought open
+    opens_reasoning: bool = False  # the generation prompt opens the reasoning
     calls: str | None = None
     num_parallel: int = 2
     has_byte_fallback: bool = False
@@ -195,7 +194,7 @@ UNTAUGHT = (
         markup=(), stops=("<|im_end|>",), eos="<|im_end|>", bos="<|startoftext|>",
     ),
 )  # fmt: skip
-"""Families whose calls no parser of ours reads, or whose templates show none of earlier turns."""
+"""Families whose calls none of our parsers reads, or whose templates omit the calls of earlier turns."""
 
 DERIVED = tuple(
     Family(
@@ -244,7 +243,7 @@ DERIVED = tuple(
         ("gemma4", "gemma-4-*-it", " ".join(_GEMMA4), "<turn|>", "<|tool_response>"),
     )
 )
-"""Families whose format of calls is derived from their template."""
+"""Families whose call format is derived from their template."""
 
 FAMILY = {family.name: family for family in (*DERIVED, *FAMILIES, *UNTAUGHT)}
 
@@ -271,7 +270,7 @@ def write_model(folder: Path, family: Family, template: str) -> Path:
 
 
 def tokenizer_of(family: Family) -> Tokenizer:
-    """Make the family's tokenizer: ours, with its added tokens."""
+    """Return the family's tokenizer: ours, with the family's added tokens."""
     tokenizer = Tokenizer.from_str(_plain_tokenizer(family.has_byte_fallback))
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family.special])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.markup])
@@ -304,7 +303,7 @@ def _plain_tokenizer(has_byte_fallback: bool) -> str:
 
 
 def _fallback_tokenizer() -> Tokenizer:
-    """A tokenizer of the kind of Gemma's: spaces are marks of their own, unknown characters are byte tokens."""
+    """Return a tokenizer like Gemma's: spaces are separate symbols, unknown characters are byte tokens."""
     pieces = [f"<0x{value:02X}>" for value in range(256)]
     chars = [chr(code) for code in range(33, 127)]
     words = ["▁▁", "▁T", "th", "he", "▁th", "▁the", "\n\n"]

@@ -1,7 +1,6 @@
-"""The whole service in virtual time, with adapters by name in place of updates of its weights.
+"""The whole service in virtual time, with adapters by name instead of updates of its weights.
 
-A trainer pushes versions of the adapters that clients use, and of others, for which there are no places of their
-own.
+A trainer pushes versions of the adapters that clients use, and of others, which compete for the same slots.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from tests.support.fleet.schedules import REFUSALS, Process
 from tests.support.fleet.whole_world import WholeWorld
 
-USED = ("a", "b", "c")  # by clients
+USED = ("a", "b", "c")  # used by clients
 OTHERS = ("x", "y", "z")
 NUM_PLACES = 4
 
 
 class HoldingEngine(SimulatedEngine):
-    """Tells what it serves by name."""
+    """Reports the adapters that it serves by name."""
 
     def __init__(self, spec: SimulatedSpec, **parts: Any) -> None:
         super().__init__(spec, **parts)
@@ -44,7 +43,7 @@ class HoldingEngine(SimulatedEngine):
 
 
 class AdapterWorld(WholeWorld):
-    """All of one schedule. The base weights stay: they are version 0."""
+    """The complete state of one schedule. The base weights are always version 0."""
 
     make_engine = HoldingEngine
 
@@ -69,7 +68,7 @@ class AdapterWorld(WholeWorld):
         return self.coordinator.replicas.fleet.version_of(adapter)
 
     async def push(self, is_readable: bool = True) -> None:
-        """The next version of one of them, or an end, or a version from before."""
+        """Push the next version of an adapter, an end, or an older version."""
         rng, replicas = self.rng, self.coordinator.replicas
         name = rng.choice((*USED, *OTHERS))
         if name in OTHERS and rng.random() < 0.3:
@@ -104,13 +103,13 @@ class AdapterWorld(WholeWorld):
                 self.history.counts["replica failed"] += any(one.error for one in report.replicas)
 
     def watch(self) -> None:
-        """No engine in service is behind with an adapter."""
+        """Check that no serving engine has an outdated adapter."""
         super().watch()
         served = {} if self._is_down else self.coordinator.replicas.fleet.adapters
         for process in self.placeable():
             held = held_by(process)
             record = self.coordinator.replicas.fleet.get(process.replica_id)
-            lacks = record.lacks if record is not None else frozenset()  # it gets no calls under these
+            lacks = record.lacks if record is not None else frozenset()  # it gets no calls under these adapters
             behind = {name for name, version in served.items() if held.get(name, version) < version} - lacks
             assert not behind, f"{process.url} takes traffic under {served}, and has {held}"
             for one in self.coordinator.replicas.sync.adapters.served if served else ():
@@ -132,13 +131,13 @@ class AdapterWorld(WholeWorld):
         return bool(replicas.sync.desired.orders.asleep) or not is_complete
 
     def _missing(self) -> list[NamedAdapter]:
-        """Return the served adapters that a replica in service does not have, as it could not read them."""
+        """Return the served adapters that a serving replica does not have, because it could not read them."""
         replicas = self.coordinator.replicas
         lacks = {name for one in replicas.fleet.placeable() for name in one.lacks}
         return [one for one in replicas.sync.adapters.served if one.name in lacks]
 
     async def push_until_done(self) -> None:
-        """All that clients use, and nothing else."""
+        """Push all adapters that clients use, and no others."""
         await self.wake(ALL_MEMORY)
         for _ in range(200):
             unserved = {*USED} - self.coordinator.replicas.fleet.adapters.keys()
@@ -154,11 +153,11 @@ class AdapterWorld(WholeWorld):
 
 
 def digest_of(process: Process, adapter: NamedAdapter) -> str:
-    """The digest of a version of an adapter in an engine; empty if the engine does not serve it."""
+    """Return the digest of an adapter's version in an engine; empty if the engine does not serve it."""
     is_held = held_by(process).get(adapter.name) == adapter.version
     return process.engine.digests[adapter.name] if is_held and isinstance(process.engine, HoldingEngine) else ""
 
 
 def held_by(process: Process) -> dict[str, int]:
-    """The adapters that an engine serves, with their versions."""
+    """Return the adapters that an engine serves, with their versions."""
     return process.engine.held if isinstance(process.engine, HoldingEngine) else {}

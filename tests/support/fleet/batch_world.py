@@ -1,4 +1,4 @@
-"""The whole service in virtual time. Its clients are trainers that take batches: `RolloutClient.batches`."""
+"""The whole service in virtual time. Its clients are trainers that consume batches: `RolloutClient.batches`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from agentloop.types import RolloutGroup, RolloutTask
 from tests.support.fleet.faulty_link import FaultyPort, Stall
 from tests.support.fleet.whole_world import CALLS, WholeWorld, make_groups
 
-TRAINING_S = 3.0  # at most, between two batches
+TRAINING_S = 3.0  # the longest time between two batches
 
 
 class BatchWorld(WholeWorld):
-    """All of one schedule."""
+    """The complete state of one schedule."""
 
     async def roll_out(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> None:
-        """Take all batches of some tasks; each is whole, and no group is in two or, where none ends, in none."""
+        """Consume all batches of some tasks.
+
+        Check that each batch is complete, that no group is repeated, and that none is missing, unless batches
+        cancel groups.
+        """
         rng = Random(f"batches of {rollout_id} {self.seed}")
         front = cast(FrontPort, FaultyPort(self.network, CALLS, self._deliver, Stall(self.clock)))
         service, num_samples, limit = _Insisting(self, front), rng.randint(1, 3), groups[0].staleness
@@ -58,7 +62,7 @@ class BatchWorld(WholeWorld):
 
 
 class _Insisting:
-    """The client's side of a rollout: it repeats what can succeed later, and notes what it is told."""
+    """The client's side of a rollout: it retries calls that can succeed later, and records the answers."""
 
     def __init__(self, world: BatchWorld, front: FrontPort) -> None:
         self._world = world

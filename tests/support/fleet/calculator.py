@@ -1,4 +1,4 @@
-"""A tool for tests: arithmetic, without the bounds of the one that ships."""
+"""A tool for tests: arithmetic, without the limits of the shipped tool."""
 
 from __future__ import annotations
 

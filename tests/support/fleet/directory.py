@@ -1,8 +1,8 @@
-"""The coordinator as one replica needs it."""
+"""A fake of the coordinator for one replica."""
 
 
 class Directory:
-    """Lets a replica start after a while, knows it until it leaves, and keeps the reasons for which it left."""
+    """Lets a replica start after a delay, lists it until it leaves, and records the reasons for which it left."""
 
     def __init__(self):
         self.num_waits = 2

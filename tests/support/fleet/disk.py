@@ -1,4 +1,4 @@
-"""A disk in virtual time: slow, full, and gone with its process at the moment that it dies."""
+"""A disk in virtual time: slow or full, and lost with its process at the moment of the process's death."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentloop.storage.trajectory_store import TrajectoryStore
 
 
 class Disk:
-    """The disk of all processes. `slowness_s`: of each transaction; while it `is_full`, no file grows."""
+    """The disk of all processes. `slowness_s` is per transaction; while it `is_full`, no file grows."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,9 +46,9 @@ class Disk:
         return DiskThread(self)
 
     def after_a_kill(self, path: Path) -> Path:
-        """Return where a file is found by the process that comes after one that is killed now.
+        """Return the path at which the successor of a process that is killed now finds a file.
 
-        What the dead one still does, it does to its own file.
+        Later writes of the dead process go to its own file.
         """
         self._num_copies += 1
         folder = self._folder / str(self._num_copies)
@@ -62,7 +62,7 @@ class Disk:
 
 
 class FaultyStore(TrajectoryStore):
-    """A run's store in a database that stalls, returns, and loses the answers of commits that took place."""
+    """A run's store in a database that stalls, recovers, and loses the answers of commits that took place."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
         super().__init__(path, disk.executor)
@@ -81,19 +81,19 @@ class FaultyStore(TrajectoryStore):
 
 
 class DiskThread(Executor):
-    """Runs one call after another, each after the time that the disk takes."""
+    """Runs calls sequentially, each after the disk's delay."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._free_at = 0.0
-        self.is_dead = False  # with its process: what is asked from now on is not done
+        self.is_dead = False  # dead with its process: later calls are not executed
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
 
         def run() -> None:
             if self.is_dead:
-                future.cancel()  # whoever waits for it is dead as well
+                future.cancel()  # the waiting caller is dead too
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -112,7 +112,7 @@ class DiskThread(Executor):
 
 
 def damage(path: Path, rng: Random) -> None:
-    """Flip a byte of a file, or cut the file off there."""
+    """Flip a byte of a file, or truncate the file there."""
     data = bytearray(path.read_bytes())
     at = rng.randrange(len(data))
     if rng.random() < 0.5:
@@ -125,7 +125,7 @@ def damage(path: Path, rng: Random) -> None:
 
 @contextmanager
 def no_room() -> Iterator[None]:
-    """Let every write of this process fail meanwhile, as on a disk without room."""
+    """Let every write of this process fail during the block, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:

@@ -67,9 +67,9 @@ from tests.support.records.samples import make_trajectory
 class FakeCoordinator:
     """The coordinator's ports without a fleet.
 
-    Clients: every accepted sample is finished at once, unless `is_holding`; queue room is counted in groups.
-    Sessions: every lease is on a new replica. Workers: the samples of `tasks` are handed out, on `urls` in turn,
-    and `move` goes to the next one that is not in `dead`; `is_done` once `records` has all of them.
+    Clients: every accepted sample is finished at once, unless `is_holding`; queue capacity is counted in groups.
+    Sessions: every lease is on a new replica. Workers: the samples of `tasks` are assigned to `urls` in rotation,
+    and `move` chooses the next URL that is not in `dead`; `is_done` is set once `records` has all of them.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class FakeCoordinator:
         self.terms: dict[str, RolloutTerms] = {}
         self.acknowledged: dict[str, int] = {}
         self.leases: dict[str, Lease] = {}
-        self.held: dict[str, Lease] = {}  # session or call -> the last lease it got
+        self.held: dict[str, Lease] = {}  # session or call -> its latest lease
         self.num_leased = 0
         self.has_room = True
-        self.num_refused = 0  # leases, for want of room
+        self.num_refused = 0  # leases refused for lack of capacity
         self.moved: list[tuple[str, Lease, bool]] = []
-        self.reports: list[LeaseReport] = []  # without repeats
+        self.reports: list[LeaseReport] = []  # without duplicates
         self.report_delay_s = 0.0
         self.report_errors: list[AgentLoopError] = []
-        self.is_answer_lost = False  # of the next report
+        self.is_answer_lost = False  # the answer to the next report is lost
         self.next_orders = LeaseOrders()
         self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
         self.submitted: list[tuple[str, int]] = []
@@ -101,9 +101,9 @@ class FakeCoordinator:
         self.paused: PauseMode | None = None
         self.asleep: frozenset[MemoryTag] = frozenset()
         self.sleep_levels: list[int] = []
-        self.weight_dtypes: list[str | None] = [None]  # one for each replica
+        self.weight_dtypes: list[str | None] = [None]  # one per replica
         self.replica_error: str | None = None
-        self.on_update: Callable[[WeightUpdate], Awaitable[None]] | None = None  # plays the engines
+        self.on_update: Callable[[WeightUpdate], Awaitable[None]] | None = None  # takes the part of the engines
         self.users = UserTurns()
         self.is_ready = True
         self.by_name: dict[str, NamedAdapter] = {}
@@ -118,7 +118,7 @@ class FakeCoordinator:
         self._changed = asyncio.Event()
         self.urls = list(urls)
         self.dead: set[str] = set()
-        self.records: dict[str, Trajectory] = {}  # that the worker handed in
+        self.records: dict[str, Trajectory] = {}  # submitted by the worker
         self.cancel_next: list[str] = []
         self.left: list[str] = []
         self.is_done = asyncio.Event()
@@ -161,7 +161,7 @@ class FakeCoordinator:
         return self._status(rollout_id)
 
     def finish_held(self, rollout_id: str) -> None:
-        """End everything that was held back."""
+        """Finish all samples that were held back."""
         for group in self.groups[rollout_id].values():
             self.finished[rollout_id] += self._records(group)
         self._wake()
@@ -274,7 +274,7 @@ class FakeCoordinator:
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
         self._raise_next()
-        if lease.url in self.urls:  # an assignment's
+        if lease.url in self.urls:  # a lease of an assignment
             others = [url for url in self.urls if url != lease.url and url not in self.dead]
             if not others:
                 raise NoHealthyReplica("no other replica")
@@ -289,7 +289,7 @@ class FakeCoordinator:
         await asyncio.sleep(self.report_delay_s)
         if self.report_errors:
             raise self.report_errors.pop(0)
-        if report not in self.reports[-1:]:  # else its answer was lost
+        if report not in self.reports[-1:]:  # otherwise its answer was lost
             self.reports.append(report)
             for lease_id in report.released:
                 del self.leases[lease_id]

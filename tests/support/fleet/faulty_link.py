@@ -1,7 +1,7 @@
-"""A network that loses, delays, repeats and reorders, between processes and simulated engines. All from one seed.
+"""A network between processes and simulated engines that loses, delays, repeats and reorders calls by a seed.
 
-A caller that gives up hangs up, and the engine's call is cancelled with it, as the data plane does it; over a
-half-open connection the engine never hears of that and goes on.
+A caller that gives up closes the connection, and the engine's call is canceled, as on the data plane. Over a
+half-open connection, the engine does not detect this and continues.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from agentloop_servers.replica.client import SILENCE_S
 T = TypeVar("T")
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
 FOR_EVER_S = 1e6
-CALL_TIMEOUT_S = 5.0  # of a call to the coordinator, beyond the time that it asks for
+CALL_TIMEOUT_S = 5.0  # for a call to the coordinator, in addition to the time that it requests
 
 
 class Fault(StrEnum):
-    """What may become of one call."""
+    """Possible faults of one call."""
 
     LOST_REQUEST = "lost_request"  # it never arrives
-    LOST_ANSWER = "lost_answer"  # it takes effect, and nobody hears of it
+    LOST_ANSWER = "lost_answer"  # it takes effect, and its answer is lost
     CUT = "cut"  # the connection breaks while the engine works on it
-    HUNG_REQUEST = "hung_request"  # as LOST_REQUEST, and the caller only has its deadline
-    HUNG_ANSWER = "hung_answer"  # as LOST_ANSWER, and the caller only has its deadline
+    HUNG_REQUEST = "hung_request"  # like LOST_REQUEST, and the caller detects it only by its deadline
+    HUNG_ANSWER = "hung_answer"  # like LOST_ANSWER, and the caller detects it only by its deadline
     DELAYED = "delayed"  # it arrives late, perhaps after the caller's deadline
     TWICE = "twice"  # a proxy sends it a second time; the second answer counts
-    COPIED = "copied"  # all goes well, and a copy arrives later
-    HALF_OPEN = "half_open"  # it is late, and a caller that gives up is not noticed
+    COPIED = "copied"  # it succeeds, and a copy arrives later
+    HALF_OPEN = "half_open"  # it is late, and a caller that gives up is not detected
 
 
 _GENERATE_FAULTS = (Fault.LOST_REQUEST, Fault.LOST_ANSWER, Fault.CUT, Fault.HUNG_REQUEST, Fault.DELAYED)
@@ -65,20 +65,20 @@ _PORT_FAULTS = (
 
 
 class Stall:
-    """A process that may stand still for a while: it neither takes nor gives anything until then."""
+    """A process that may be suspended for a while: it neither receives nor sends until it continues."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.until = 0.0
 
     async def passed(self) -> None:
-        """Return once the process goes on."""
+        """Return once the process continues."""
         while self._clock.now() < self.until:
             await self._clock.sleep(self.until - self._clock.now())
 
 
 class StallingClock:
-    """The clock of one process (a Clock): its sleeps end no sooner than it goes on."""
+    """The clock of one process (a Clock): its sleeps do not end while the process is suspended."""
 
     def __init__(self, clock: Clock, stall: Stall) -> None:
         self._clock = clock
@@ -99,19 +99,20 @@ class Network:
         self.clock = clock
         self.rng = rng
         self.counts: Counter[str] = Counter()
-        self.errors: list[BaseException] = []  # of calls without a caller; no engine may raise any but our own
+        self.errors: list[BaseException] = []  # from calls without a caller; engines may raise only our own errors
         self._fault_rate = fault_rate
         self.is_perfect = fault_rate == 0.0
         self._max_delay_s = max_delay_s
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # in order: a set's order is not the seed's
+        # in insertion order: a set's order does not follow from the seed
+        self._tasks: dict[asyncio.Task[Any], None] = {}
 
     @property
     def num_late(self) -> int:
-        """Calls that nobody waits for and that have not arrived."""
+        """Return the number of calls without a caller that have not arrived."""
         return len(self._tasks)
 
     def heal(self) -> None:
-        """No more faults; what is late still arrives."""
+        """Stop all faults; late calls still arrive."""
         self._fault_rate = 0.0
 
     def draw(self, faults: tuple[Fault, ...]) -> Fault | None:
@@ -153,11 +154,11 @@ class FaultyLink:
         self.stall = stall
         self.fence = FencingGuard()
         self.slowness_s = 0.0
-        self.commits: list[int] = []  # versions that were swapped in, whoever heard of it
-        self.num_blind_resumes = 0  # resumes sent to an engine whose weights nobody knows
+        self.commits: list[int] = []  # versions that were swapped in, whether or not the answer arrived
+        self.num_blind_resumes = 0  # resumes sent to an engine with an unknown weight version
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """Raises EngineLost for a replica that is not heard of, as the data plane's client does."""
+        """Raises EngineLost for an unreachable replica, as the data plane's client does."""
         network = self.network
         fault = network.draw(_GENERATE_FAULTS)
         await self._arrive(fault)
@@ -176,7 +177,7 @@ class FaultyLink:
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
     ) -> AsyncGenerator[Delta | Generation, None]:
-        """As `generate`, piece by piece."""
+        """Stream the tokens of `generate`, piece by piece."""
         network, loop = self.network, asyncio.get_running_loop()
         fault = network.draw(_GENERATE_FAULTS)
         await self._arrive(fault)
@@ -200,7 +201,7 @@ class FaultyLink:
         await self.engine.abort(request_id)
 
     async def _arrive(self, fault: Fault | None) -> None:
-        """Bring a request to the engine's process."""
+        """Deliver a request to the engine's process."""
         if fault is Fault.LOST_REQUEST:
             raise EngineLost("injected: connection refused")
         if fault is Fault.HUNG_REQUEST:
@@ -211,7 +212,7 @@ class FaultyLink:
         await self._heard()
 
     async def _heard(self) -> None:
-        """Wait while the process stands still. Raises EngineLost if that takes too long."""
+        """Wait while the process is suspended. Raises EngineLost if that takes too long."""
         try:
             async with asyncio.timeout(SILENCE_S):
                 await self.stall.passed()
@@ -230,7 +231,7 @@ class Caller:
 
     @property
     def weight_version(self) -> int | None:
-        """As of the last answer, which this stands for where it is read: right after one."""
+        """Return the version of the last answer; it is read only right after one."""
         return self._engine.weight_version
 
     async def stage(self, update: WeightUpdate) -> StageReport:
@@ -259,7 +260,7 @@ class Caller:
     async def resume(self) -> float:
         async def resume() -> float:
             is_blind = self._engine.weight_version is None
-            canary_s = await self._engine.resume()  # an engine that has refused its weights refuses this too
+            canary_s = await self._engine.resume()  # an engine that refused its weights refuses this too
             self._link.num_blind_resumes += is_blind
             return canary_s
 
@@ -328,11 +329,11 @@ class Caller:
 class FaultyPort:
     """The coordinator's ports as another process has them, over the network and through the codec.
 
-    A process that is dead sends nothing any more; one that stands still sends and hears nothing until it goes on.
+    A dead process sends nothing; a suspended process sends and receives nothing until it continues.
     """
 
     def __init__(self, network: Network, calls: Mapping[str, CallType], ask: Ask, stall: Stall) -> None:
-        """`ask` brings a call to the coordinator that there is now, or raises ServiceUnavailable."""
+        """`ask` delivers a call to the current coordinator, or raises ServiceUnavailable."""
         self._network = network
         self._calls = calls
         self._ask = ask

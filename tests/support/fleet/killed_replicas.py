@@ -1,4 +1,4 @@
-"""Replicas of a live run that are killed in the middle of long turns, and every token that was sampled counted."""
+"""Replicas of a live run that are killed in the middle of long turns; every sampled token is counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOM = replace(SPEC, max_context_tokens=8192)
 
 
 class CountingPolicy(HashPolicy):
-    """Random ids, and how many were sampled in all."""
+    """Samples random ids, and counts them."""
 
     def __init__(self) -> None:
         super().__init__(ROOM.vocab_size)
@@ -51,20 +51,20 @@ class Gone:
         raise EngineUnreachable("connection refused")
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: the process has ended."""
 
 
 @dataclass
 class Killer:
-    """Kills replicas of a run, and starts others in their place."""
+    """Kills replicas of a run, and starts replacements."""
 
     run: LiveRun
     make: Callable[[VirtualClock], SimulatedEngine]
     num_kills: int = 0
 
     def __post_init__(self) -> None:
-        self.ports = self.run.engines  # what is connected to
-        self.run.engines = dict(self.ports)  # what sends heartbeats
+        self.ports = self.run.engines  # ports that callers connect to
+        self.run.engines = dict(self.ports)  # engines that send heartbeats
 
     def kill(self, url: str) -> None:
         self.run.engines.pop(url).kill("SIGKILL")
@@ -90,13 +90,13 @@ def long_turns(num_turns: int = 1, timeout_s: float = 600.0) -> RolloutTask:
 
 
 def num_recorded(run: LiveRun) -> int:
-    """The sampled tokens of all records."""
+    """Return the number of sampled tokens in all records."""
     return sum(int(path.response_mask.sum()) for one in run.store.records.values() for path in one.paths)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a run with kills left. `num_wasted`: tokens that engines sampled and no record has."""
+    """The losses of a run with kills. `num_wasted`: tokens that engines sampled and that no record has."""
 
     records: tuple[Trajectory, ...]
     num_wasted: int
@@ -104,8 +104,10 @@ class Loss:
 
 
 def run_with_kills(folder: Path, pace: ReportPace) -> Loss:
-    """64 trajectories of two turns of 18 s on two replicas, one of which is killed every 15 s and comes back 5 s
-    later. Virtual time."""
+    """Run 64 trajectories of two turns of 18 s on two replicas in virtual time.
+
+    Every 15 s one of them is killed, and rejoins 5 s later.
+    """
     clock, policy, random = VirtualClock(), CountingPolicy(), Random(0)
     spec = replace(ROOM, pace=pace)
 

@@ -1,4 +1,4 @@
-"""A tool with a life of its own: each of its sessions is opened for its task, and notes what becomes of it."""
+"""A tool with a session per task, which records the events of its life."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from agentloop.types import JSON, Message, RolloutTask, StopReason, Trajectory
 
 
 class Garden:
-    """The tool. A call plants a word in its trajectory's bed, which `tool_setup` may have planted already.
+    """A tool whose calls plant a word in their trajectory's bed; `tool_setup` may have planted words already.
 
-    Words that do more: "hang", "error", "lost". A setup does more too: {"open": "hang" | "raise" | "refuse"}.
+    Words with effects: "hang", "error", "lost". A setup can have effects too: {"open": "hang" | "raise" |
+    "refuse"}.
     """
 
     def __init__(self, name: str = "garden", **caps: Any) -> None:
@@ -28,11 +29,11 @@ class Garden:
         return self.beds[-1]
 
     async def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: sessions share no resources."""
 
 
 class Bed:
-    """A session: `life` has what was asked of it, in order."""
+    """A session; `life` lists its calls in order."""
 
     def __init__(self, garden: Garden) -> None:
         self.garden = garden
@@ -72,7 +73,7 @@ class Bed:
 
 
 class KeptGarden(Garden):
-    """One whose beds can be carried elsewhere."""
+    """A garden whose beds can be moved to another worker."""
 
     def open_session(self, trajectory_id: str, seed: int) -> KeptBed:
         self.beds.append(bed := KeptBed(self))
@@ -80,7 +81,7 @@ class KeptGarden(Garden):
 
 
 class KeptBed(Bed):
-    """A bed whose state is its words; those that hold "salt" cannot be restored."""
+    """A bed whose state is its words; a state with "salt" cannot be restored."""
 
     async def snapshot(self) -> bytes:
         return " ".join(self.words).encode()
@@ -95,7 +96,7 @@ class KeptBed(Bed):
 async def number_of_words(
     task: RolloutTask, messages: Sequence[Message], tools: Mapping[str, ToolSession]
 ) -> float:
-    """A reward that sees the environment as it was left, and uses it."""
+    """A reward that reads and uses the environment in its final state."""
     bed = tools["garden"]
     assert isinstance(bed, Bed)
     assert "close" not in bed.life
@@ -104,5 +105,5 @@ async def number_of_words(
 
 
 def ending(record: Trajectory) -> tuple[StopReason, str | None, float | None]:
-    """Return what a record says of its end."""
+    """Return the fields of a record that describe its end."""
     return record.stop_reason, record.error, record.reward

@@ -1,4 +1,4 @@
-"""The whole service but HTTP, in virtual time: a coordinator, simulated engines, real workers, and a trainer."""
+"""The whole service except HTTP, in virtual time: a coordinator, simulated engines, real workers, and a trainer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SILENT = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bou
 
 
 class Talk:
-    """A loop of as many turns as the task allows, with a pause between two."""
+    """A loop with as many turns as the task allows, and a pause between two turns."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         rng = Random(ctx.trajectory_id)
@@ -65,7 +65,7 @@ class Talk:
 
 
 class TalkSlowly:
-    """As `Talk`, with `PAUSE_S` between two turns."""
+    """Like `Talk`, with `PAUSE_S` between two turns."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample()
@@ -76,7 +76,7 @@ class TalkSlowly:
 
 
 class ListeningEngine(SimulatedEngine):
-    """Keeps every request and its answer."""
+    """Records every request and its answer."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(SPEC, clock=clock, policy=ScriptedPolicy(turns(*REPLIES)))
@@ -90,15 +90,15 @@ class ListeningEngine(SimulatedEngine):
 
 @dataclass
 class LiveRun:
-    """`engines` by URL. What a test needs of it is public; see `live_run`."""
+    """A live run, see `live_run`. `engines` is by URL. Tests may use all public fields."""
 
     clock: VirtualClock
     coordinator: Coordinator
     store: MemoryStore
-    engines: dict[str, Any]  # those that send heartbeats; whatever `make_engine` makes
+    engines: dict[str, Any]  # engines that send heartbeats; made by `make_engine`
     workers: list[Worker]
     checkpoint: str
-    updates: list[tuple[int, float]] = field(default_factory=list)  # (version, when it was committed)
+    updates: list[tuple[int, float]] = field(default_factory=list)  # (version, time of its commit)
 
     async def submit(
         self, rollout_id: str, num_groups: int, num_samples: int, task: RolloutTask, limit: StalenessLimit | None
@@ -117,20 +117,20 @@ class LiveRun:
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """A directory of weights that a simulated engine takes."""
+    """Write a directory of weights that a simulated engine accepts."""
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
 
 
 def talk(max_turns: int = 3, loop: str = "Talk", max_tokens_per_turn: int = 1024) -> RolloutTask:
-    """A task that any worker of a live run can do."""
+    """Return a task that any worker of a live run can execute."""
     limits = Limits(max_turns=max_turns, max_tokens_per_turn=max_tokens_per_turn)
     messages = (Message("user", "What is 2 + 3? Please explain at some length how you came to your answer."),)
     return RolloutTask("t", messages, loop=f"tests.support.fleet.live_run:{loop}", limits=limits)
 
 
 async def sample_one(engine: TokenEngine) -> None:
-    """Prove that an engine samples."""
+    """Check that an engine samples."""
     await engine.generate(GenerateRequest("probe", (1,), SamplingParams(max_tokens=1), 5.0))
 
 
@@ -146,7 +146,7 @@ async def live_run(
     store: MemoryStore | None = None,
     make_engine: Callable[[VirtualClock], SimulatedEngine] | None = None,
 ) -> AsyncIterator[LiveRun]:
-    """A running service, stopped and checked in the end."""
+    """Start a service; stop and check it at the end."""
     make = ListeningEngine if make_engine is None else make_engine
     engines: dict[str, Any] = {f"sim://{name}": make(clock) for name in "abcdef"[:num_engines]}
     store = MemoryStore() if store is None else store

@@ -1,4 +1,4 @@
-"""Parts for tests of lost workers: an engine that hangs at a turn, a coordinator that gives work out again."""
+"""Parts for tests of lost workers: an engine that hangs at a turn, and a coordinator that reassigns work."""
 
 import asyncio
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 
 class HangingEngine(SimulatedEngine):
-    """Says a script; from the turn of number `hangs_at` on it says nothing."""
+    """Follows a script; from turn `hangs_at` on it never answers."""
 
     def __init__(self, *replies: str, hangs_at: int = 99) -> None:
         super().__init__(SPEC, policy=ScriptedPolicy(turns(*replies)))
@@ -28,7 +28,7 @@ class HangingEngine(SimulatedEngine):
 
 
 class Relay(FakeCoordinator):
-    """Gives what a worker had to the next one, as a lost worker's."""
+    """Reassigns a worker's tasks to the next worker, as after a worker loss."""
 
     def __init__(self, tasks, **options):
         super().__init__(tasks, **options)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class MemoryStore:
-    """What `agentloop.storage.trajectory_store.TrajectoryStore` promises, as long as this object lives."""
+    """Implements `agentloop.storage.trajectory_store.TrajectoryStore`; records live as long as this object."""
 
     successor: int | None = None
     is_full = False
@@ -133,7 +133,7 @@ class MemoryStore:
         return codec.decode(self.state[name], kind) if name in self.state else None
 
     async def close(self) -> None:
-        """The next coordinator opens it again."""
+        """Do nothing: the next coordinator reopens the store."""
 
     async def _disk(self) -> None:
         await self._turn()
@@ -141,5 +141,5 @@ class MemoryStore:
             raise OSError("injected: disk I/O error")
 
     async def _turn(self) -> None:
-        """Let the others run, as a thread's answer does."""
+        """Yield to other tasks, as the answer of a thread does."""
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Loops that go wrong in every way in which user code can, and the tool that notes when it is called."""
+"""Loops that fail in every way in which user code can, and a tool that records its calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Groups:
 
 
 class Swallows:
-    """Notices neither its cancellation nor its deadline for a while."""
+    """Ignores its cancellation and its deadline for a while."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample()
@@ -46,7 +46,7 @@ class Swallows:
 
 
 class Unencodable:
-    """Its record cannot be written: the message is no text, and no policy said it."""
+    """Its record cannot be encoded: a message is not valid text, and was not sampled."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample()
@@ -54,7 +54,7 @@ class Unencodable:
 
 
 class Forgets:
-    """Leaves a task behind that samples on."""
+    """Leaves a background task that continues sampling."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample()
@@ -82,13 +82,13 @@ class Noted:
 
 
 class NoteTool:
-    """A tool that answers with its key after a while, and remembers every call (a Tool)."""
+    """A tool that answers with its key after a while, and records every call (a Tool)."""
 
     has_state = False
 
     def __init__(self, pause_s: float) -> None:
         self.calls: list[Noted] = []
-        self.without_snapshot: set[str] = set()  # trajectories that begin again if their worker dies
+        self.without_snapshot: set[str] = set()  # trajectories that restart if their worker dies
         self._pause_s = pause_s
 
     @property
@@ -124,7 +124,7 @@ class _Noting:
         return None
 
 
-FIRST_STATE = "new"  # sessions begin in it
+FIRST_STATE = "new"  # initial state of sessions
 
 
 class ChainTool(NoteTool):

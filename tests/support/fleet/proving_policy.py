@@ -1,9 +1,9 @@
 """A policy whose every token proves under which weights, and after which tokens, it was sampled.
 
-What it says is a script of the conversation alone, so that a turn that is cut and continued, here or elsewhere,
-goes on as it would have. Each logprob is a hash of everything that was read before, of the version it was read
-under and of the version it is sampled under: a token under a wrong version, after a lost or a doubled token, or out
-of a stale cache has another one.
+Its replies follow a script that depends on the conversation alone, so a turn that is cut and continued, on any
+replica, continues unchanged. Each logprob is a hash of the tokens before it, of the version under which each was
+read, and of the version under which it is sampled. A token under a wrong version, after a lost or a duplicated
+token, or from a stale cache has a different logprob.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentloop.types import GenerateRequest, Message, SamplingParams
 from tests.support.engine.scripted import RENDERER, ids
 
 _pack = struct.Struct("<QQQ").pack
-_HEADER = tuple(RENDERER.render([Message("user", "?")], [])[-3:])  # what a turn begins after
+_HEADER = tuple(RENDERER.render([Message("user", "?")], [])[-3:])  # a turn begins after these ids
 _STOP = RENDERER.stop_token_ids[0]
 _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "and", "so", "it")
 _HASHES = HashPolicy(RENDERER.vocab_size)
@@ -34,7 +34,7 @@ class ProvingPolicy:
 
 
 def logprobs_of(token_ids: Sequence[int], start: int, end: int, version: int, adapter: str = "") -> list[float]:
-    """Return the logprobs of `token_ids[start:end]` where all before and in between was read under one version."""
+    """Return the logprobs of `token_ids[start:end]` if all tokens before the end were read under one version."""
     stream = _HASHES.open(GenerateRequest("", (1,), SamplingParams(1), 1.0, adapter=adapter))
     state = stream.advance(0, token_ids[:start], version)
     found = []
@@ -70,12 +70,12 @@ class _Stream:
 
 
 def _logprob(state: int, version: int, token_id: int) -> float:
-    """A number in [-1, 0) that a float32 holds exactly."""
+    """Return a number in [-1, 0) that float32 represents exactly."""
     return -(1 + xxhash.xxh3_64_intdigest(_pack(state, version, token_id)) % 2**20) / 2**20
 
 
 def _reply(prompt_ids: Sequence[int]) -> Sequence[int]:
-    """Return what is left to say: the last turn's reply, less what the prompt has of it already."""
+    """Return the rest of the last turn's reply, without the part that the prompt already has."""
     prompt = tuple(prompt_ids)
     at = next((n for n in range(len(prompt) - 3, -1, -1) if prompt[n : n + 3] == _HEADER), None)
     if at is None:

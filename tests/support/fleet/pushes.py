@@ -1,4 +1,4 @@
-"""Weights that processes push in virtual time: transfers take time, senders die, some need one phase."""
+"""Weights that processes push in virtual time: transfers take time, senders die, some updates must be blocking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentloop.simulation.engine import SimulatedEngine
 
 @dataclass(slots=True)
 class Sender:
-    """A process that listens. `engine`: another replica, which can give what it holds as long as it holds it."""
+    """A process that offers weights. `engine`: another replica, which can send weights as long as it holds them."""
 
     version: int
     transfer_s: float = 0.0
@@ -27,7 +27,7 @@ class Sender:
 
 
 class Wire:
-    """All senders, and what must not happen between them and the engines."""
+    """All senders, and the invariants between them and the engines."""
 
     def __init__(self, clock: Clock, can_relay: bool = True, relay_s: float = 0.0) -> None:
         self.clock = clock
@@ -53,7 +53,7 @@ class Wire:
         return Receiver(self)
 
     def find(self, update: WeightUpdate) -> Sender:
-        """Raises CheckpointUnreadable if it is not there any more."""
+        """Return the sender of an update. Raises CheckpointUnreadable if it is gone."""
         assert update.push is not None
         sender = self._senders[update.push.token]
         if sender.version != update.version:
@@ -65,7 +65,10 @@ class Wire:
         return sender
 
     async def transfer(self, sender: Sender) -> float:
-        """All bytes of one replica, in milliseconds. Raises CheckpointUnreadable if the sender goes meanwhile."""
+        """Transfer all bytes of one replica; returns milliseconds.
+
+        Raises CheckpointUnreadable if the sender dies in between.
+        """
         started_at = self.clock.now()
         await self.clock.sleep(max(0.0, min(sender.transfer_s, sender.dies_at - started_at)))
         if not sender.is_there(self.clock.now()):
@@ -84,7 +87,7 @@ class Wire:
 
 
 class Receiver:
-    """One engine's end of the wire (a WeightSource). `engine` is the one that it offers."""
+    """One engine's receiving side (a WeightSource). `engine` is the engine that it offers."""
 
     def __init__(self, wire: Wire) -> None:
         self.engine: SimulatedEngine | None = None

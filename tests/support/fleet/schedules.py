@@ -1,7 +1,7 @@
-"""One seeded schedule: a coordinator, simulated engines, workers, a trainer and an operator, and what befalls them.
+"""One seeded schedule: a coordinator, simulated engines, workers, a trainer and an operator, and their faults.
 
-Everything happens in virtual time and follows from the seed. After `trouble_s` of faults the world heals: no more
-faults, no more updates, the operator resumes; what was accepted must then come to its end by itself.
+Everything happens in virtual time and follows from the seed. After `trouble_s` of faults, the faults and updates
+stop, and the operator resumes the service; all accepted work must then end without further action.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CONFIG = CoordinatorConfig(
     placement_wait_s=1.0,
     probe_interval_s=0.5,
     probe_timeout_s=0.5,
-    restart_grace_s=1.0,  # workers ask twice in this time
+    restart_grace_s=1.0,  # workers poll twice in this time
     fleet=FleetConfig(suspect_after_s=0.8, dead_after_s=2.0),
     weights=WeightConfig(
         stage_timeout_s=1.0,
@@ -77,7 +77,7 @@ CONFIG = CoordinatorConfig(
         catch_up_pause_s=2.0,
     ),
 )
-NOISE = frozenset(range(3, 10_000, 7))  # versions whose weights make noise
+NOISE = frozenset(range(3, 10_000, 7))  # versions with broken weights
 LOOK_S = 0.2
 REFUSALS = (
     Conflict,
@@ -101,7 +101,7 @@ class Process:
     link: FaultyLink
     stall: Stall
     is_alive: bool = True
-    is_heard: bool = True  # its process may live on without its engine
+    is_heard: bool = True  # its heartbeats; the process may outlive its engine
     silent_until: float = 0.0
 
     def registration(self) -> ReplicaRegistration:
@@ -114,17 +114,17 @@ class Process:
 
 @dataclass(slots=True)
 class History:
-    """What was asked and what came of it, for the checks."""
+    """Requests and their results, for the checks."""
 
     counts: Counter[str] = field(default_factory=Counter)
     pushed: set[int] = field(default_factory=set)
     reports: list[UpdateReport] = field(default_factory=list)
-    served: list[int] = field(default_factory=list)  # the fleet's version, whenever it was seen to change
+    served: list[int] = field(default_factory=list)  # each observed change of the fleet's version
     is_operator_paused: bool = False
 
 
 class World:
-    """All of one schedule. Construct, `await run()`, then check."""
+    """The complete state of one schedule. Construct it, `await run()`, then check."""
 
     policy: TokenPolicy = POLICY
     make_engine: type[SimulatedEngine] = SimulatedEngine
@@ -140,26 +140,27 @@ class World:
             clock, rng, fault_rate=rng.choice((0.0, 0.03, 0.1, 0.25, 0.4)), max_delay_s=rng.choice((0.5, 1.5, 6.0))
         )
         self.wire = Wire(clock, can_relay=rng.random() < 0.7, relay_s=rng.choice((0.0, 0.2, 0.6)))
-        self.push_share = rng.choice((0.0, 0.5, 1.0))  # of the updates; the others are directories
+        self.push_share = rng.choice((0.0, 0.5, 1.0))  # share of pushed updates; the others are directories
         self.initial_version = rng.choice((0, 0, None))
         has_initial = self.initial_version == 0 and rng.random() < 0.5
         initial_weights = WeightUpdate(0, self.checkpoint) if has_initial else None
         self.config = replace(CONFIG, kv_policy=self.kv_policy, initial_weights=initial_weights)
         self.store = MemoryStore()
         self.history = History()
-        self.processes: dict[str, Process] = {}  # the last one of each replica
+        self.processes: dict[str, Process] = {}  # the latest process of each replica
         self.links: dict[str, FaultyLink] = {}
         self.num_processes = 0
         self.num_probes = 0
         self._num_coordinators = 0
         self.sleep_levels = (1, 1, 2)
-        self.boot_versions: tuple[int | None, ...] = (0, None)  # of a process that takes another's place
+        # possible versions of a process that replaces another one
+        self.boot_versions: tuple[int | None, ...] = (0, None)
         self.is_healed = False
         self._is_down = False
         self._calls: dict[asyncio.Task[Any], None] = {}
         self._next_version = 1
 
-    # --- the service ---
+    # Service
 
     async def start(self) -> None:
         await self.start_coordinator()
@@ -180,11 +181,11 @@ class World:
         await self.coordinator.start()
 
     def open_store(self) -> Any:
-        """The store of a coordinator that starts: a TrajectoryStore, or what promises the same."""
+        """Return the store of a starting coordinator: a TrajectoryStore or an equivalent."""
         return self.store
 
     async def crash_coordinator(self) -> None:
-        """The process dies: its callers get no answers, its tasks stop wherever they are; a new one starts."""
+        """Kill the process: its callers get no answers, its tasks stop at once; a new process starts."""
         if self._is_down:
             return
         await self.coordinator.check_health()
@@ -197,16 +198,16 @@ class World:
         await self.start_coordinator()
         restored = self.coordinator.replicas.fleet.weight_version
         is_settling = self.coordinator.replicas.sync.desired.weights.pending is not None
-        # A version that no update made served is what replicas brought along, and will bring again.
+        # A served version that no update made came with the replicas, and will come with them again.
         if served and not (restored is None and is_settling):
             assert (-1 if restored is None else restored) >= served, f"{served} before the crash, then {restored}"
-        if restored is None:  # those that hold the newest version decide, and may be gone before they say so
+        if restored is None:  # replicas with the newest version decide, and may die before they report it
             self.history.served.clear()
             self.history.reports.clear()
         self._is_down = False
 
     async def boot(self, replica_id: str, version: int | None) -> None:
-        """A new process takes the place of what was there."""
+        """Start a new process in place of the current one."""
         self.num_processes += 1
         receiver, stall = self.wire.receiver(), Stall(self.clock)
         clock = StallingClock(self.clock, stall)
@@ -221,25 +222,25 @@ class World:
         self.processes[replica_id] = Process(replica_id, url, engine, link, stall)
 
     def spec(self, version: int | None) -> SimulatedSpec:
-        """The size of every engine."""
+        """Return the size of every engine."""
         return SimulatedSpec(1000, 512, 8, 200, 8, LATENCY, initial_version=version)
 
     async def read_folder(self, directory: str) -> FolderContents:
-        """An engine's read of a folder of weights."""
+        """Return the weights in a folder, as an engine reads them."""
         return await read_files(directory)
 
     async def probe(self, url: str) -> None:
-        """Have a replica sample a token, for the coordinator."""
+        """Sample one token on a replica, for the coordinator."""
         name = f"probe-{self.num_probes}"
         self.num_probes += 1
         await self.links[url].generate(GenerateRequest(name, (1,), SamplingParams(max_tokens=1), 0.5))
 
     def connect(self, url: str) -> FaultyLink:
-        """For a client's calls."""
+        """Return the engine for a client's calls."""
         return self.links[url]
 
     async def ask(self, call: Callable[[Coordinator], Coroutine[Any, Any, T]]) -> T:
-        """Call the coordinator. Raises ServiceUnavailable if it is down or dies meanwhile."""
+        """Call the coordinator. Raises ServiceUnavailable if it is down or dies during the call."""
         await self.stall.passed()
         if self._is_down:
             raise ServiceUnavailable("no coordinator")
@@ -253,14 +254,14 @@ class World:
                 task.cancel()
                 await asyncio.wait([task])
             elif not task.cancelled():
-                task.exception()  # seen, whether or not its caller is there
+                task.exception()  # marks the exception as retrieved, even without a caller
         if task.cancelled():
             raise ServiceUnavailable("the coordinator died")
         await self.stall.passed()
         return task.result()
 
     async def heartbeat(self) -> None:
-        """Every replica's heartbeats, in one task."""
+        """Send the heartbeats of all replicas, in one task."""
         known: dict[str, Coordinator] = {}
         while True:
             self.watch()
@@ -282,12 +283,12 @@ class World:
             await self.clock.sleep(HEARTBEAT_S)
 
     def placeable(self) -> list[Process]:
-        """The processes that take traffic and are alive."""
+        """Return the living processes that take traffic."""
         urls = {replica.url for replica in self.coordinator.replicas.fleet.placeable()}
         return [process for process in self.processes.values() if process.is_alive and process.url in urls]
 
     def watch(self) -> None:
-        """What must be true at every moment. Raises AssertionError."""
+        """Check the invariants that must hold at every moment. Raises AssertionError."""
         desk = self.coordinator.replicas
         desk.balancer.check()
         for process in self.placeable():
@@ -302,10 +303,10 @@ class World:
         blind = [url for url, link in self.links.items() if link.num_blind_resumes]
         assert not blind, f"{blind} were resumed on unknown weights"
 
-    # --- who makes trouble ---
+    # Sources of faults
 
     async def train(self) -> None:
-        """A trainer that pushes every few tokens: sometimes twice at once, sometimes dying on the way."""
+        """Push every few tokens: sometimes twice at once, sometimes with a sender that dies midway."""
         async with asyncio.TaskGroup() as group:
             while await self._goes_on(self.update_gap_s):
                 for _ in range(self.rng.choice((1, 1, 1, 2))):
@@ -326,7 +327,7 @@ class World:
     async def push(self, is_readable: bool = True) -> None:
         version = self._next_version
         if self.rng.random() < 0.05:
-            version //= 2  # a trainer that was set back
+            version //= 2  # a trainer that was reset
         elif self.rng.random() < 0.9:
             self._next_version += self.rng.choice((1, 1, 3))
         if is_readable:
@@ -336,7 +337,7 @@ class World:
         try:
             report = await self.ask(lambda c: c.replicas.update_weights(update, self.kv_policy))
         finally:
-            if sender is not None:  # its process ends, whatever came of it
+            if sender is not None:  # its process ends in any case
                 sender.dies_at = min(sender.dies_at, self.clock.now())
         self.history.reports.append(report)
         self.history.counts["update"] += 1
@@ -344,7 +345,7 @@ class World:
         self.history.counts["replica failed"] += any(one.error for one in report.replicas)
 
     def _source(self, version: int, is_readable: bool) -> tuple[WeightUpdate, Sender | None]:
-        """Where the weights come from: a directory, or a process that may die while it sends."""
+        """Return a source of weights: a directory, or a process that may die while it sends."""
         rng = self.rng
         if rng.random() >= self.push_share:
             return WeightUpdate(
@@ -358,11 +359,11 @@ class World:
         return WeightUpdate(version, push=self.wire.listen(sender)), sender
 
     def folder_of(self, version: int) -> str:
-        """The folder of a version's weights."""
+        """Return the folder of a version's weights."""
         return self.checkpoint
 
     async def operate(self) -> None:
-        """An operator who pauses and resumes, or puts the fleet to sleep, and tries again what failed."""
+        """Pause and resume as an operator, or put the fleet to sleep, and retry failed calls."""
         while await self._goes_on(2.0):
             if self.rng.random() < 0.4:
                 await self._sleep_and_wake()
@@ -372,10 +373,10 @@ class World:
                 await self.ask(lambda c: c.replicas.pause(self.rng.choice(tuple(PauseMode))))
                 self.history.counts["operator paused"] += 1
             except (EngineLost, ServiceUnavailable, StorageFull):
-                paused = None  # it holds for the others only, or was not saved
+                paused = None  # it affects only the others, or was not saved
             for _ in range(self.rng.randint(0, 8)):
                 await self.clock.sleep(0.1)
-                if paused is self.coordinator and self.network.is_perfect:  # a coordinator forgets it in a crash
+                if paused is self.coordinator and self.network.is_perfect:  # a coordinator loses it in a crash
                     running = [one.url for one in self.placeable() if not one.engine.is_paused]
                     assert not running, f"{running} run while the operator has paused"
             await self.resume()
@@ -390,11 +391,11 @@ class World:
         await self.clock.sleep(self.rng.uniform(0.0, 1.0))
         if self.rng.random() < 0.3:
             await self.wake(frozenset({self.rng.choice(tuple(MemoryTag))}))
-        if self.rng.random() < 0.8:  # else an update does it, or the end of the trouble
+        if self.rng.random() < 0.8:  # otherwise an update or the end of the faults does it
             await self.wake(ALL_MEMORY)
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """Until it is done, or only new weights can do it."""
+        """Retry until it is done, or only new weights can do it."""
         for _ in range(100):
             try:
                 await self.ask(lambda c: c.replicas.wake(tags))
@@ -421,7 +422,7 @@ class World:
         raise AssertionError("the operator could not resume")
 
     async def befall(self) -> None:
-        """Replicas and coordinators fail."""
+        """Let replicas and coordinators fail."""
         plagues: tuple[Callable[[Process], Awaitable[None]], ...] = (
             self._kill,
             self._break_weights,
@@ -437,7 +438,7 @@ class World:
             await plague(self.rng.choice(tuple(self.processes.values())))
 
     async def _goes_on(self, mean_gap_s: float) -> bool:
-        """Wait a while. False: the trouble is over."""
+        """Wait a while. Returns False when the faults are over."""
         await self.clock.sleep(self.rng.expovariate(1 / mean_gap_s))
         return not self.is_healed
 
@@ -470,7 +471,7 @@ class World:
         self.store.is_broken = self.rng.random() < 0.2
 
     async def heal(self) -> None:
-        """No more trouble, and at least one replica is alive."""
+        """Stop the faults, and make sure that at least one replica is alive."""
         self.is_healed = True
         self.network.heal()
         self.store.is_broken = False
@@ -480,7 +481,7 @@ class World:
             faults.commit_delay_s = process.link.slowness_s = process.silent_until = 0.0
 
     async def needs_a_push(self) -> bool:
-        """Whether there is nothing that the controller could bring a replica to."""
+        """Return True if the controller has no version to which it could bring a replica."""
         sync = self.coordinator.replicas.sync
         served = sync.served_source()
         if served is None or sync.desired.orders.asleep or served.version in NOISE:
@@ -488,7 +489,7 @@ class World:
         return not served.update.is_repeatable and not (self.wire.can_relay and self.placeable())
 
     async def push_until_done(self) -> None:
-        """A trainer that insists."""
+        """Push until an update succeeds."""
         for _ in range(100):
             try:
                 await self.push()
@@ -499,7 +500,7 @@ class World:
         raise AssertionError("no push went through")
 
     def counts(self) -> Counter[str]:
-        """What happened."""
+        """Return the counts of events."""
         wire = self.wire
         wired = {"transfers": wire.num_transfers, "relayed": wire.num_relayed, "broken transfers": wire.num_broken}
         wired |= {"one phase": wire.num_one_phase}

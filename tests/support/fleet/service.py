@@ -1,4 +1,4 @@
-"""A coordinator with a real store and fake replicas that heartbeat, in virtual time; restartable."""
+"""A coordinator with a real store and fake replicas that send heartbeats, in virtual time; restartable."""
 
 import asyncio
 import sqlite3
@@ -31,7 +31,7 @@ CONFIG = CoordinatorConfig(
 
 
 class Inline(Executor):
-    """Runs a call at once: a thread would not exist for virtual time."""
+    """Runs a call at once: virtual time does not include threads."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -46,13 +46,13 @@ class Inline(Executor):
 
 
 class FlakyStore(TrajectoryStore):
-    """A store whose disk fails when told to."""
+    """A store with configurable disk failures."""
 
     is_broken = False
     stalled = None  # an event that commits and submissions wait for
     silent = None  # an event that reads wait for: the database does not answer
     num_commits = 0
-    loses_answers = False  # of commits: they take place, and their callers read that the database is away
+    loses_answers = False  # commits take place, and their callers get a database error
 
     async def accept(self, *arguments):
         if self.stalled is not None:
@@ -84,7 +84,7 @@ class FlakyStore(TrajectoryStore):
 
 
 class Service:
-    """A coordinator with fake replicas that heartbeat, on one run directory; restartable."""
+    """A coordinator with fake replicas that send heartbeats, on one run directory; restartable."""
 
     def __init__(self, clock, path, config=CONFIG, info=INFO):
         self.clock, self.path, self.config, self.info = clock, path, config, info
@@ -157,12 +157,12 @@ def service(*replica_ids, config=CONFIG, info=INFO):
 
 
 async def read_page(coordinator, rollout_id, after, limit, wait_s):
-    """The coordinator's answer, decoded."""
+    """Return the coordinator's decoded answer."""
     return (await coordinator.rollouts.read(rollout_id, after, limit, wait_s)).decoded()
 
 
 async def hand_in(workers, worker_id, trajectory):
-    """Hand in one record. Raises the error that it meets."""
+    """Submit one record. Raises the error of the submission."""
     [answer] = await workers.finish(worker_id, (EncodedRecord.of(trajectory),))
     if isinstance(answer, Refusal):
         raise answer.raised()

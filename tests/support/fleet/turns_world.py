@@ -1,4 +1,4 @@
-"""The whole service in virtual time. Its model and a judge, a second fleet, take turns on their accelerators."""
+"""The whole service in virtual time. Its model and a judge, a second fleet, share their accelerators in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.fleet.whole_world import WholeWorld
 
 
 class TurnsWorld(WholeWorld):
-    """All of one schedule. The judge has its own coordinator and trainer, and calls that come one by one."""
+    """The complete state of one schedule. The judge has its own coordinator and trainer, and sequential calls."""
 
     def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path) -> None:
         super().__init__(seed, clock, checkpoint, folder, has_words=True)
@@ -76,7 +76,7 @@ class TurnsWorld(WholeWorld):
         await asyncio.gather(super().talk_alike(session_id), self._call_judge())
 
     async def _call_judge(self) -> None:
-        """Call one of the judge's replicas after the other, also while it sleeps."""
+        """Call the judge's replicas in rotation, also while it sleeps."""
         numbers = count()
 
         async def once() -> None:
@@ -89,10 +89,10 @@ class TurnsWorld(WholeWorld):
             self.history.counts["the judge answered"] += 1
 
     async def _sleep_and_wake(self) -> None:
-        """No operator does: the turns put models to sleep."""
+        """Do nothing: the turns put models to sleep, not an operator."""
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """No operator does: a push that waits for the turn gets it."""
+        """Do nothing: the turns wake models, also for a waiting push."""
 
     async def needs_a_push(self) -> bool:
         return self._judge_needs_a_push() or await super().needs_a_push()

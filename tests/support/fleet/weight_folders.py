@@ -53,7 +53,7 @@ class WeightFolders:
         return directory
 
     def damage(self, directory: str) -> None:
-        """Damage a file of a folder."""
+        """Damage a file in a folder."""
         damage(Path(directory) / self._rng.choice(FILES), self._rng)
 
     def rewrite_during_read(self, directory: str) -> None:
@@ -71,7 +71,7 @@ class WeightFolders:
         return Path(directory).parent == self._root
 
     def is_known(self, digest: str) -> bool:
-        """Return True if a folder had this content at one moment."""
+        """Return True if a folder had this content at any time."""
         return digest in self._numbers
 
     async def read(self, directory: str) -> FolderContents:

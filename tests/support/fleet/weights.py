@@ -64,7 +64,7 @@ class FleetSite:
         return await self.sync.update_weights(update, kv_policy, **options)
 
     def calls(self, replica_id):
-        """What the engine was asked since the last time."""
+        """Return the calls of the engine since the last time."""
         engine = self.engines[replica_id]
         calls, engine.calls = engine.calls, []
         return calls

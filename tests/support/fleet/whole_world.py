@@ -1,5 +1,7 @@
-"""The whole service in virtual time: the fleet of `schedules.py`, real workers, sessions and stores, clients of
-both, and what befalls each of them. Everything follows from the seed.
+"""The whole service in virtual time, with faults in each of its parts.
+
+It has the fleet of `schedules.py`, real workers, sessions and stores, and clients of both. Everything follows from
+the seed.
 """
 
 from __future__ import annotations
@@ -69,10 +71,10 @@ T = TypeVar("T")
 
 CALLS = calls_of(WorkerPort) | calls_of(FrontPort)
 EPOCH_S = 1e9
-MAX_TRIES = 400  # of a client's call; what needs more has been forgotten
-MAX_OLD_S = 12.0  # until the first journal, if there is one
+MAX_TRIES = 400  # tries of a client's call; a call that needs more is lost
+MAX_OLD_S = 12.0  # time until the first journal, if there is one
 OWNER = ("",)
-BIG = "much to read " * 20_000  # in a record that holds its task's messages; no loop renders it
+BIG = "much to read " * 20_000  # in a record that includes its task's messages; no loop renders it
 _PARSER = get_parser("hermes")
 
 
@@ -90,7 +92,7 @@ class WorkerProcess:
     thread: DiskThread
     task: asyncio.Task[None]
     died_at: float = inf
-    has_good_disk: bool = True  # all its life
+    has_good_disk: bool = True  # for its whole life
 
 
 @dataclass(slots=True)
@@ -105,21 +107,21 @@ class IngressProcess:
 
 @dataclass(slots=True)
 class Ledger:
-    """What clients asked, and what they were told."""
+    """Requests of clients, and their answers."""
 
     accepted: dict[str, tuple[RolloutGroup, ...]] = field(default_factory=dict)
     delivered: dict[str, list[Trajectory]] = field(default_factory=dict)
     answers: dict[str, list[ChatResult]] = field(default_factory=dict)  # by session, turn by turn
     alike: dict[str, list[ChatResult]] = field(default_factory=dict)  # by session with several clients
     finished: dict[str, Trajectory] = field(default_factory=dict)
-    cancelling: set[str] = field(default_factory=set)  # from the first try on
-    cancelled: set[str] = field(default_factory=set)  # the answer was heard
+    cancelling: set[str] = field(default_factory=set)  # since the first attempt
+    cancelled: set[str] = field(default_factory=set)  # the answer was received
     acknowledging: set[str] = field(default_factory=set)
     skipped: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # acknowledged, whether or not read
 
 
 class Word(StrEnum):
-    """What a client may say beside submit and read."""
+    """Optional client calls in addition to submit and read."""
 
     NONE = "none"
     CANCEL = "cancel"
@@ -128,30 +130,31 @@ class Word(StrEnum):
 
 
 class WholeWorld(World):
-    """All of one schedule. `folder` is empty and its own."""
+    """The complete state of one schedule. `folder` is empty and used only by it."""
 
     policy = ProvingPolicy()
 
     def __init__(
         self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path, *, has_words: bool = False
     ) -> None:
-        """Without words clients submit and read, demand no versions, and no two processes die at one moment."""
+        """Without `words`, clients only submit and read, require no versions, and no two processes die at once."""
         super().__init__(seed, clock, checkpoint)
         self.seed = seed
         self.has_words = has_words
-        self.models: tuple[World, ...] = (self,)  # the fleets of the service
-        self.say = Random(f"words {seed}")  # of its own: without words a seed is the schedule that it was
+        self.models: tuple[World, ...] = (self,)  # fleets of the service
+        # separate generator: without words, a seed gives the same schedule as before
+        self.say = Random(f"words {seed}")
         retention = RetentionPolicy(deletes_acknowledged=True)
         self.config = replace(self.config, retention=retention, retention_interval_s=0.5)
-        # What a dead ingress held is free again then.
+        # The capacity of a dead ingress is released by then.
         self.config = replace(self.config, balancer=replace(self.config.balancer, lease_ttl_s=40.0))
         self.disk = Disk(folder)
         self._rewrites = Random(f"rewrites {seed}")
         self.folders = WeightFolders(folder / "weights", self._rewrites)
         self._is_rewriting = False
         self._tool_kind = self._rewrites.choice((NoteTool, ChainTool)) if has_words else NoteTool
-        self.damaged_journals: set[str] = set()  # the marks of their samples
-        self._contents = dict[int, str]()  # version: the digest that it was first served with
+        self.damaged_journals: set[str] = set()  # keys of their samples
+        self._contents = dict[int, str]()  # version -> digest with which it was first served
         self.ledger = Ledger()
         self.wall_s = EPOCH_S
         self.workers: list[WorkerProcess] = []
@@ -170,7 +173,7 @@ class WholeWorld(World):
             *(self._kill_ingress, self._stall_coordinator, self._jump, self._fill_disk, self._slow_disk),
         )
 
-    # --- the service ---
+    # Service
 
     async def start(self) -> None:
         await super().start()
@@ -253,11 +256,11 @@ class WholeWorld(World):
             return await self.ask(call)
         except AgentLoopError:
             raise
-        except Exception as error:  # as its server answers what it does not raise on purpose
+        except Exception as error:  # as its server answers unexpected errors
             raise ServiceUnavailable(f"the coordinator failed while it handled {name}: {error!r}") from error
 
     async def ask_ingress(self, call: Callable[[Sessions], Coroutine[Any, Any, T]]) -> T:
-        """Call the chat endpoint. Raises ServiceUnavailable if it is down or dies meanwhile."""
+        """Call the chat endpoint. Raises ServiceUnavailable if it is down or dies during the call."""
         ingress = self.ingress
         if ingress is None:
             raise ServiceUnavailable("no ingress")
@@ -286,7 +289,7 @@ class WholeWorld(World):
         return self.folders.folder_of(f"version-{version}") if self.has_words else super().folder_of(version)
 
     async def push(self, is_readable: bool = True) -> None:
-        """A trainer that may also write into the folder of a version that it has pushed, and push it again."""
+        """Push as a trainer that may also rewrite the folder of a version it has pushed, and push it again."""
         served = self.coordinator.replicas.sync.served_source()
         if served is not None and self.may_rewrite(directory := served.update.directory or ""):
             again = WeightUpdate(served.version, directory)
@@ -336,7 +339,7 @@ class WholeWorld(World):
         return served.update.digest if served is not None and served.update.directory == directory else ""
 
     def restore_folders(self) -> None:
-        """The folder of the served version gets the content that is served."""
+        """Restore the served content in the folder of the served version."""
         served = self.coordinator.replicas.sync.served_source()
         if served is not None and served.update.directory is not None:
             self.folders.restore(served.update.directory, served.update.digest)
@@ -349,7 +352,7 @@ class WholeWorld(World):
         super().watch()
         for process in self.placeable() if self.has_words else ():
             version, digest = process.engine.weight_version, process.engine.weight_digest
-            if not version or not digest:  # version 0 is of no folder that is rewritten
+            if not version or not digest:  # version 0 has no folder that is rewritten
                 continue
             assert self.folders.is_known(digest), f"{process.url} serves {version} of a mix of contents"
             first = self._contents.setdefault(version, digest)
@@ -358,10 +361,10 @@ class WholeWorld(World):
             status = self.coordinator.rollouts.queue.status(name)
             assert status is None or not status.num_queued, f"{name} was cancelled, and begins: {status}"
 
-    # --- clients ---
+    # Clients
 
     async def roll_out(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> None:
-        """Submit, and read every record as it comes, as the client's SDK does."""
+        """Submit, and read every record as it arrives, like the client's SDK."""
         if self.has_words and self.say.random() < 0.3:
             big = RolloutTask("big", (Message("user", BIG),), loop=POISONS[-1])
             groups = (*groups, replace(groups[0], group_id="big", task=big, num_samples=2, keep=None))
@@ -387,7 +390,7 @@ class WholeWorld(World):
         while len({*map(_key, delivered)} | skipped) < num_expected:
             try:
                 page = (await self.insist(partial(front.read, rollout_id, cursor, 8, 1.0))).decoded()
-            except Gone:  # all of it was acknowledged
+            except Gone:  # everything was acknowledged
                 break
             delivered += page.trajectories
             cursor = page.cursor
@@ -403,7 +406,7 @@ class WholeWorld(World):
             await cancelling
 
     def adapter_of(self, name: str) -> str:
-        """The adapter of a rollout or a session."""
+        """Return the adapter of a rollout or a session."""
         return ""
 
     def known_versions(self, adapter: str) -> set[int]:
@@ -414,7 +417,7 @@ class WholeWorld(World):
         return self.coordinator.replicas.fleet.weight_version
 
     def _demand(self, rng: Random, name: str) -> VersionDemand | None:
-        """Weights that are served now, or soon, or no more; mostly none in particular."""
+        """Return a version requirement: current, future or outdated weights; mostly none."""
         served = self.served_version(self.adapter_of(name)) or 0
         if not self.has_words or rng.random() < 0.6:
             return None
@@ -422,7 +425,7 @@ class WholeWorld(World):
         return rng.choice((VersionDemand(version, None, wait_s), VersionDemand(None, version, wait_s)))
 
     async def _cancel(self, front: FrontPort, rollout_id: str) -> None:
-        """Nothing of it may begin once the answer is there."""
+        """Cancel; nothing of the rollout may start after the answer."""
         await self.clock.sleep(self.say.uniform(0.0, 4.0))
         await self.insist(lambda: front.cancel(rollout_id))
         self.ledger.cancelled.add(rollout_id)
@@ -431,7 +434,7 @@ class WholeWorld(World):
     async def _repeat_with_other_work(
         self, front: FrontPort, rollout_id: str, groups: tuple[RolloutGroup, ...]
     ) -> None:
-        """As many samples of another task are another submission."""
+        """Repeat a submission with as many samples of another task, which is a different submission."""
         messages = (Message("user", "Something else."),)
         others = (replace(groups[0], task=replace(groups[0].task, messages=messages)), *groups[1:])
         try:
@@ -442,7 +445,10 @@ class WholeWorld(World):
             raise AssertionError(f"{rollout_id} was accepted again with other work")
 
     async def _acknowledge(self, front: FrontPort, rollout_id: str, cursor: int) -> None:
-        """What was read, or beyond what exists: what there is by then counts as read, and nothing later."""
+        """Acknowledge all records read, or more.
+
+        Every record that exists by then counts as read, and no later one.
+        """
         try:
             if self.say.random() < 0.7:
                 await self.insist(lambda: front.acknowledge(rollout_id, cursor))
@@ -451,21 +457,21 @@ class WholeWorld(World):
             await self.ask(lambda c: c.rollouts.acknowledge(rollout_id, cursor + 1000))
         except Gone:
             return
-        except AgentLoopError:  # it may have come through
+        except AgentLoopError:  # it may have taken effect
             while self._is_down:
                 await self.clock.sleep(0.1)
         reader = TrajectoryReader(self.store_path)
         found = reader.acknowledged() or frozenset()
         reader.close()
         skipped = {(group, index) for name, group, index in found if name == rollout_id}
-        with closing(sqlite3.connect(self.store_path)) as db:  # a retention at this moment leaves only the name
+        with closing(sqlite3.connect(self.store_path)) as db:  # retention at this moment leaves only the name
             if db.execute("SELECT 1 FROM deleted_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone():
                 groups = self.ledger.accepted[rollout_id]
                 skipped = {(one.group_id, index) for one in groups for index in range(one.num_samples)}
         self.ledger.skipped[rollout_id] |= skipped
 
     async def talk(self, session_id: str) -> None:
-        """One agent in one session, which repeats what failed as an SDK does."""
+        """Run one agent in one session; it retries failed calls like an SDK."""
         rng, ledger = Random(session_id), self.ledger
         new = NewSession(session_id, adapter=self.adapter_of(session_id))
         await self.insist(lambda: self.ask_ingress(lambda s: s.create(new, OWNER)))
@@ -511,7 +517,7 @@ class WholeWorld(World):
 
         async def once() -> ChatResult:
             fault = rng.random() if not self.is_healed else 1.0
-            if fault < 0.2:  # the client leaves, and comes again
+            if fault < 0.2:  # the client disconnects, and retries
                 async with asyncio.timeout(rng.uniform(0.0, 1.0)):
                     return await self.ask_ingress(call)
             if fault < 0.3:  # a proxy sends it twice
@@ -563,7 +569,7 @@ class WholeWorld(World):
 
         async def once() -> ChatResult:
             fault = rng.random() if not self.is_healed else 1.0
-            if fault < 0.3:  # the client leaves, and comes again
+            if fault < 0.3:  # the client disconnects, and retries
                 async with asyncio.timeout(rng.uniform(0.0, 1.0)):
                     return await self.ask_ingress(call)
             result = await self.ask_ingress(call)
@@ -577,7 +583,7 @@ class WholeWorld(World):
         return await self.insist(once)
 
     async def insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat what can succeed later."""
+        """Retry calls that can succeed later."""
         for _ in range(MAX_TRIES):
             try:
                 return await call()
@@ -590,10 +596,10 @@ class WholeWorld(World):
             await self.clock.sleep(0.25)
         raise AssertionError("a client was refused for ever")
 
-    # --- what befalls them ---
+    # Faults
 
     async def befall(self) -> None:
-        """As the fleet's, and what befalls workers, ingress, disk and clocks."""
+        """Run the faults of the fleet, workers, ingress, disk and clocks."""
         async with asyncio.TaskGroup() as group:
             group.create_task(super().befall())
             if self.has_words and self.say.random() < 0.5:
@@ -608,7 +614,7 @@ class WholeWorld(World):
                 await plague(self.rng.choice(tuple(self.processes.values())))
 
     async def _trouble_the_database(self, rng: Random) -> None:
-        """The database stalls and returns, or loses the answers of its commits for a while."""
+        """Let the database stall and recover, or lose the answers of its commits for a while."""
         gap_s = rng.choice((1.0, 3.0, 10.0))
         while not self.is_healed:
             await self.clock.sleep(rng.expovariate(1 / gap_s))
@@ -656,7 +662,7 @@ class WholeWorld(World):
         await asyncio.gather(*map(self._kill_worker, [next(iter(self.processes.values()))] * len(self.workers)))
 
     async def _kill_two(self) -> None:
-        """The coordinator and a worker die at one moment."""
+        """Kill the coordinator and a worker at the same time."""
         await self.clock.sleep(self.say.uniform(0.0, self.trouble_s))
         if self._is_down or not self.workers:
             return
@@ -680,7 +686,7 @@ class WholeWorld(World):
         while self.ingress is None:
             try:
                 await self.start_ingress(path)
-            except AgentLoopError:  # the disk is full: it is started again and again, as Serve does it
+            except AgentLoopError:  # the disk is full: it is restarted repeatedly, as by Serve
                 self.history.counts["ingress did not start"] += 1
                 await self.clock.sleep(1.0)
 
@@ -731,7 +737,7 @@ class WholeWorld(World):
 
 
 def make_groups(rng: Random, rollout_id: str, poison_share: float) -> tuple[RolloutGroup, ...]:
-    """Groups of agents with a tool, of conversations, and of what goes wrong by itself."""
+    """Return groups of agents with a tool, of conversations, and of tasks that fail."""
     limit = None
     if rng.random() < 0.4:
         limit = StalenessLimit(rng.randint(0, 3), rng.choice(tuple(OnStale)))
@@ -748,7 +754,7 @@ def make_groups(rng: Random, rollout_id: str, poison_share: float) -> tuple[Roll
         return RolloutTask(name, messages, ("note",), limits=limits, seed=rng.choice((None, 7)))
 
     def group(number: int) -> RolloutGroup:
-        """Of three and more samples only half are kept."""
+        """Return a group; only half of three or more samples are kept."""
         made, num_samples = task(number), rng.randint(1, 4)
         keep = num_samples // 2 if num_samples > 2 else None
         return RolloutGroup(f"g{number}", made, num_samples, rollout_id, limit, keep)

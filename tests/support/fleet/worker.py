@@ -1,4 +1,4 @@
-"""A worker at work, its trajectories in its own process or in others, and tasks for it."""
+"""A running worker, with its trajectories in its own process or in others, and tasks for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def running_worker(
     tally: MetricsTally | None = None,
     **config: object,
 ):
-    """A worker at work on what the coordinator hands out, over started engines by URL, with more tools if given."""
+    """Run a worker on the coordinator's tasks, over started engines by URL, with optional additional tools."""
     for engine in engines.values():
         await engine.start()
     toolbox = Toolbox([calculator, *tools])

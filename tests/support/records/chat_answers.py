@@ -1,4 +1,4 @@
-"""Answers of one choice, whole and in pieces of one character, for the dialects' writers."""
+"""Answers of one choice, complete and in pieces of one character, for the dialects' writers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def written(events: Events, items: Sequence[TurnPiece | ChatResult]) -> list[dic
 
 
 def check_echo(answer: ChatResult, echo: ChatCall) -> None:
-    """A call that echoes the answer, and says one thing more, goes on from the turn that made it."""
+    """Check that a call that echoes the answer and adds a message extends the turn that made it."""
     graph = TurnGraph()
     graph.add(answer.choices[0])
     match = graph.match(echo.messages, ())

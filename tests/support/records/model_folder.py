@@ -1,4 +1,4 @@
-"""A small model folder: byte-level BPE with tokens like Qwen's, and templates that differ where real ones do."""
+"""A small model folder: byte-level BPE with tokens like Qwen's, and templates that differ like real ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 STOP, BACKUP_STOP = "<|im_end|>", "<|endoftext|>"
 
-# What Qwen3 does: reasoning is kept while a tool cycle lasts, and dropped once the user speaks again.
+# Qwen3's behavior: reasoning is kept within a tool cycle, and dropped after the next user message.
 STRIPS_THINKING = TEMPLATE.replace(
     "{{- '<|im_start|>assistant\\n' + message.content }}",
     "{%- set ns = namespace(last=-1) %}"
@@ -27,7 +27,7 @@ STRIPS_THINKING = TEMPLATE.replace(
     "{{- '<|im_start|>assistant\\n' }}"
     "{{- message.content if loop.index0 > ns.last else message.content.split('</think>')[-1].lstrip('\\n') }}",
 )
-# A shape often found: the last assistant message is written differently from earlier ones.
+# A common form: the last assistant message is written differently from earlier ones.
 FORGETS_EARLIER = TEMPLATE.replace(
     "{{- '<|im_start|>assistant\\n' + message.content }}",
     "{{- '<|im_start|>assistant\\n' + (message.content if loop.revindex <= 3 else 'omitted') }}",
@@ -78,7 +78,7 @@ def trained_tokenizer() -> Tokenizer:
     tokenizer.train_from_iterator(sentences * 4, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
-    tokenizer.add_tokens([AddedToken("    ", special=False, normalized=False)])  # mere vocabulary, no control
+    tokenizer.add_tokens([AddedToken("    ", special=False, normalized=False)])  # vocabulary, not a control token
     return tokenizer
 
 
@@ -101,7 +101,7 @@ def call(text: Any, index: int = 0) -> ToolCall:
 
 
 def grown(renderer: TemplateRenderer, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The conversation's ids as a rollout gets them: a first prompt, then sampled ids and bridges."""
+    """Return the conversation's ids as in a rollout: a first prompt, then sampled ids and bridges."""
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     ids = renderer.render(messages[: turns[0]] if turns else messages, tools)
     for number, turn in enumerate(turns):

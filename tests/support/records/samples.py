@@ -1,4 +1,4 @@
-"""Trajectories and tasks that look like real ones, for tests of what stores, exports and serves them."""
+"""Realistic trajectories and tasks, for tests of stores, exports and servers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_group(group_id: str = "g-0", num_samples: int = 2, rollout_id: str = "r
 
 
 def make_path(spans: tuple[tuple[int, int, int], ...] = ((0, 0, 3), (0, 5, 8))) -> TokenPath:
-    """Two turns of three sampled tokens with two observed ones in between."""
+    """Return two turns of three sampled tokens with two observed tokens in between."""
     mask = np.array([1, 1, 1, 0, 0, 1, 1, 1], np.bool_)
     return TokenPath(
         prompt_ids=np.arange(10, dtype=np.int32),
@@ -59,7 +59,7 @@ def make_path(spans: tuple[tuple[int, int, int], ...] = ((0, 0, 3), (0, 5, 8))) 
 
 
 def interleaved_paths() -> tuple[TokenPath, TokenPath]:
-    """Two conversations side by side, whose turns began in the order of their ids."""
+    """Return two concurrent conversations, whose turns began in the order of their ids."""
 
     def path(*begins: tuple[str, int]) -> TokenPath:
         made = make_path()
@@ -132,5 +132,5 @@ def fill_store(
 
 
 def counted(tally: MetricsTally) -> dict[tuple[str, Labels], float]:
-    """The counters of a tally, by name and labels."""
+    """Return the counters of a tally, by name and labels."""
     return {(one.name, one.labels): one.value for one in tally.seen().samples}

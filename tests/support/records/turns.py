@@ -1,4 +1,4 @@
-"""Calls and turns of a session that look like real ones, for tests of what keeps them."""
+"""Realistic calls and turns of a session, for tests of stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentloop_servers.endpoint.session_store import SessionStore
 
 
 async def in_store(store: SessionStore, work: Callable[[sqlite3.Connection], Any]) -> Any:
-    """Do something in a store's file, by its own connection."""
+    """Run a function in a store's file, over the store's connection."""
     return await store._run(work)
 
 
@@ -48,7 +48,7 @@ def make_node(node_id: str, call_id: str, parent_id: str | None = None, num_toke
 
 
 def make_reply(*generations: Generation, message: Message = Message("assistant")) -> Reply:  # noqa: B008 - frozen
-    """The turn that these generations make: more than one if aborts cut it."""
+    """Return the turn that these generations make: several generations if aborts cut it."""
     sampled = SampledTokens()
     for generation in generations:
         sampled.add(generation)

@@ -1,8 +1,8 @@
-"""A model folder that reads images, tiny and without weights: Idefics3 (a vision transformer over a Llama).
+"""A tiny model folder that reads images, without weights: Idefics3 (a vision transformer over a Llama).
 
-It is a real family whose processor needs no torchvision. An image takes more tokens the larger it is, not all of
-them filled by the vision part: tiles are named by their row and column, and rows end with a line break. The
-tokenizer spells every byte; the template is ChatML with tools, and one placeholder an image.
+It is a real family whose processor does not need torchvision. Larger images take more tokens, and the vision part
+does not fill all of them: tiles are named by their row and column, and rows end with a line break. The tokenizer
+spells every byte; the template is ChatML with tools, and one placeholder per image.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agentloop.images import Image, image_of
 
 PLACEHOLDER = "<image>"
 CONTEXT_TOKENS = 512
-_TILE = 56  # pixels a side of what the vision part reads at a time: 4 x 4 patches, which make 4 tokens
-_MAX_TILES = 3  # a side
+_TILE = 56  # pixels per side that the vision part reads at once: 4 x 4 patches, which make 4 tokens
+_MAX_TILES = 3  # per side
 _ADDED = (
     "<|endoftext|>",
     "<|im_start|>",

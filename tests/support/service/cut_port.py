@@ -1,4 +1,4 @@
-"""The coordinator as a process sees it whose host may be cut off."""
+"""The coordinator as seen by a process whose host may be cut off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentloop.errors import ServiceUnavailable
 
 
 class CutPort:
-    """A coordinator's port that answers nothing any more once `is_cut`."""
+    """A coordinator's port that no longer answers once `is_cut`."""
 
     def __init__(self, port: Any) -> None:
         self._port = port

@@ -1,4 +1,4 @@
-"""An MCP server of protocol 2025-06-18 over HTTP. A test gives its answers to `tools/call`, one after another."""
+"""An MCP server of protocol 2025-06-18 over HTTP. A test supplies its answers to `tools/call` in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROTOCOL = "2025-06-18"
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP response to a call; `body` gets the id of the call."""
+    """An HTTP response to a call; `body` is called with the id of the call."""
 
     status: int = 200
     body: Callable[[Any], str] = lambda call_id: json.dumps(
@@ -27,7 +27,7 @@ class Reply:
 
 @dataclass
 class FakeMcp:
-    """The server: its replies to come, and what it was asked."""
+    """The server: its pending replies, and its received requests."""
 
     replies: list[Reply] = field(default_factory=list)
     is_read_only: bool = False

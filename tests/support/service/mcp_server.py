@@ -1,6 +1,7 @@
 """A real MCP server, written with the SDK: `python -m tests.support.service.mcp_server [PORT]`; no port: stdio.
 
-It counts its own calls, so one process a trajectory can be told from one for all; `die` ends it as a crash does.
+It counts its own calls, which distinguishes one process per trajectory from one for all; `die` ends it like a
+crash.
 """
 
 from __future__ import annotations

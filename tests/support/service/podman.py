@@ -15,7 +15,7 @@ PROGRAMS = "sh cat tar head tail sleep ls mkdir rm echo env mv kill ps id touch 
 
 
 def why_not() -> str | None:
-    """Say why containers cannot be tested here; None: they can."""
+    """Return the reason why containers cannot be tested here; None if they can."""
     for program in ("podman", "busybox"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -25,7 +25,7 @@ def why_not() -> str | None:
 
 
 def rootfs(folder: Path) -> Path:
-    """A root of a file system with busybox, which must be a static one."""
+    """Write a root file system with busybox, which must be static."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     (folder / "tmp").mkdir()
@@ -38,7 +38,7 @@ def rootfs(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def podman(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Run the service with storage of its own; yields its socket, and podman's command line. Skips nothing."""
+    """Run the service with separate storage; yields its socket, and podman's command line. Does not skip tests."""
     runtime = ["--runtime", "runc"] if shutil.which("runc") else []
     command = ["podman", *runtime, "--cgroup-manager=cgroupfs", f"--root={folder}/root", f"--runroot={folder}/run"]
     root = rootfs(folder / "image")
@@ -58,7 +58,7 @@ def podman(folder: Path) -> Iterator[tuple[str, list[str]]]:
         subprocess.run([*command, "rm", "-fa"], check=False, capture_output=True)
         deadline = time.monotonic() + 20
         while str(folder) in _processes() and time.monotonic() < deadline:
-            time.sleep(0.05)  # it cleans up after a container on its own, and mounts its storage for that
+            time.sleep(0.05)  # it cleans up after a container asynchronously, and mounts its storage for that
         unmount = ["umount", "--lazy", f"{folder}/root/overlay"]
         while subprocess.run(unmount, check=False, capture_output=True).returncode == 0:
             pass

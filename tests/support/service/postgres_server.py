@@ -1,4 +1,4 @@
-"""The distribution's PostgreSQL, unprivileged, with a folder and a port of its own."""
+"""The distribution's PostgreSQL, unprivileged, with its own folder and port."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-PASSWORD = "hunter2"  # it is asked for none
+PASSWORD = "hunter2"  # the server does not require it
 _START_S = 60.0
 
 
 def _programs() -> Path | None:
-    """The folder of the server's programs."""
+    """Return the folder of the server's programs."""
     found = [Path(program).resolve().parent for program in [shutil.which("initdb")] if program]
     return next(iter([*found, *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]), None)
 
@@ -29,7 +29,10 @@ class PostgresServer:
     """A server that a test may stop and start. It ends with this process."""
 
     def __init__(self, address: str = "127.0.0.1", namespace: str | None = None) -> None:
-        """Skips the test where there is no server. `namespace`: the network that has the address, by its name."""
+        """Skips the test if no server is installed.
+
+        `namespace` is the name of the network namespace that has the address.
+        """
         pytest.importorskip("psycopg", reason="needs psycopg (the extra postgres)")
         programs = _programs()
         if programs is None:
@@ -57,18 +60,18 @@ class PostgresServer:
         return f"postgresql://agentloop:{PASSWORD}@{self._address}:{self.port}/postgres"
 
     def new_name(self) -> str:
-        """A name that no run has."""
+        """Return a name that no run has."""
         return f"run-{next(self._names)}"
 
     def execute(self, statement: str, schema: str = "public") -> list[tuple[object, ...]]:
-        """Execute a statement beside all that runs."""
+        """Execute a statement over a separate connection."""
         with importlib.import_module("psycopg").connect(self.url, autocommit=True) as connection:
             connection.execute(f'SET search_path TO "{schema}"')
             cursor = connection.execute(statement)
             return [] if cursor.description is None else cursor.fetchall()
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         settings = ("-p", str(self.port), "-k", str(self._folder), "-h", self._address, "-c", "fsync=off")
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(self._command("postgres", *settings), stdout=log, stderr=log)
@@ -79,17 +82,17 @@ class PostgresServer:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """End it as an operator does: connections end, and what was committed stays."""
+        """Stop the server as an operator does: connections end, and committed data stays."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(_START_S)
 
     def end_connections(self) -> int:
-        """End the connections of all others; returns how many."""
+        """Close all other connections; returns their number."""
         others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'agentloop%'"
         return len(self.execute(others))
 
     def close(self) -> None:
-        """Stop it and remove its folder."""
+        """Stop the server and remove its folder."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait(_START_S)
@@ -101,7 +104,7 @@ class PostgresServer:
         return found.startswith(f"{self._process.pid}\n") and "ready" in found
 
     def _command(self, program: str, *arguments: str) -> list[str]:
-        """The command of a program, as a user that it does not refuse; it dies with this process."""
+        """Return a command that runs as a user the program accepts, and ends with this process."""
         user = ["--reuid", "nobody", "--regid", "nogroup", "--clear-groups"] if os.geteuid() == 0 else []
         entered = ["ip", "netns", "exec", self._namespace] if self._namespace is not None else []
         command = [

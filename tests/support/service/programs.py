@@ -11,9 +11,9 @@ from pathlib import Path
 async def output_of(
     *command: str | Path, home: str | Path, timeout_s: float, cwd: Path | None = None, env: Mapping[str, str] = {}
 ) -> str:
-    """Run a program to its end, with nothing of this process's environment but the PATH, and return its output.
+    """Run a program to its end with only PATH from this process's environment, and return its output.
 
-    Its errors are the test's.
+    Its errors fail the test.
     """
     process = await asyncio.create_subprocess_exec(
         *command,

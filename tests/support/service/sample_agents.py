@@ -1,4 +1,4 @@
-"""Agents as users write them, good and bad. They know a base URL and a key, and nothing of the service."""
+"""Good and bad agents as users write them. They have a base URL and a key, and no access to the service."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def ask_plainly(task, base_url, api_key):
 
 
 async def ask_blocking(task, base_url, api_key):
-    """Blocks the loop it runs on, for all its calls."""
+    """Block the event loop during all its calls."""
     return ask_plainly(task, base_url, api_key)
 
 
 class Asker:
-    """An object that is called."""
+    """A callable object."""
 
     async def __call__(self, task, base_url, api_key):
         await ask(task, base_url, api_key)
@@ -45,7 +45,7 @@ asker = Asker()
 
 
 async def by_number(task, base_url, api_key):
-    """Does what the task's id says: half of it goes wrong."""
+    """Behave as the task's id says: half of the tasks fail."""
     number = int(task.task_id.removeprefix("t"))
     await ask(task, base_url, api_key)
     match number % 6:

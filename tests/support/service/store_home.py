@@ -1,4 +1,4 @@
-"""A store's home for tests that are of either."""
+"""The storage backend of a store, for tests of any backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.service.postgres_server import PostgresServer
 
 @dataclass(frozen=True)
 class StoreHome:
-    """A store's home, and a way to it that is not the store's."""
+    """A store's backend, and access to it that bypasses the store."""
 
     where: Path | Home
     folder: Path
@@ -23,7 +23,7 @@ class StoreHome:
         return self.server is None
 
     def execute(self, statement: str) -> list[tuple[object, ...]]:
-        """Execute a statement beside the store; returns the rows that it finds."""
+        """Execute a statement outside the store; returns the rows."""
         if self.server is not None:
             return self.server.execute(statement, self.where.name)
         with sqlite3.connect(self.where) as db:

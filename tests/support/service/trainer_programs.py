@@ -1,4 +1,4 @@
-"""Programs that run in a trainer's own environment, beside this checkout's sources."""
+"""Programs that run in a trainer's own environment, with this checkout's sources."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PROGRAM_TIMEOUT_S = 400
 
 
 async def run_program(trainer: str, program: str, *arguments: str) -> dict[str, Any]:
-    """Run one of `tests/parts/trainers/programs` in a trainer's environment; the JSON that it printed last.
+    """Run one of `tests/parts/trainers/programs` in a trainer's environment; returns the last JSON that it printed.
 
-    Its errors are the test's. TRAINER_ENVIRONMENTS names another folder than `.venv/trainers`.
+    Its errors fail the test. TRAINER_ENVIRONMENTS names another folder than `.venv/trainers`.
     """
     python = _python_of(trainer)
     paths = (ROOT, ROOT / "servers", ROOT / "tools", ROOT / "examples")

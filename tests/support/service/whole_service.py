@@ -1,4 +1,4 @@
-"""The whole service in one process and without Ray: coordinator, simulated replicas, a worker and the HTTP edge."""
+"""The whole service in one process and without Ray: coordinator, simulated replicas, a worker and HTTP ingress."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SECRET = Trust("in-process")
 
 
 def simulated_config(**changed: object) -> ServiceConfig:
-    """`servers/simulated.yaml` with some fields replaced; those of its engine as `engine={...}`."""
+    """Return `servers/simulated.yaml` with some fields replaced; those of its engine as `engine={...}`."""
     document = ServiceConfig.load(SIMULATED).model_dump()
     engine = changed.pop("engine", {})
     return ServiceConfig.model_validate({**document, **changed, "engine": {**document["engine"], **engine}})
@@ -59,7 +59,7 @@ def simulated_config(**changed: object) -> ServiceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSite:
-    """What a test may look at and touch. `urls`: the public ports, here one for each ingress process."""
+    """The parts that a test may inspect and change. `urls`: the public ports, here one for each ingress process."""
 
     config: ServiceConfig
     run_dir: Path
@@ -74,7 +74,7 @@ class ServiceSite:
         return self.client.front
 
     def ingress(self, **options: Any) -> IngressProcess:
-        """Another ingress process of this service, not started."""
+        """Return another ingress process of this service, not started."""
         return IngressProcess(self.config, self.run_dir, SECRET, self.front, **options)
 
 
@@ -98,8 +98,11 @@ async def whole_site(
     reports: bool = False,
     **options: Any,
 ) -> AsyncIterator[ServiceSite]:
-    """As `whole_service`, with all of it in the open; `options` are those of its ingress processes. On several
-    hosts the test starts these. With `reports` each part reports its metrics, as a process of its own would."""
+    """Start the service like `whole_service`, and yield all its parts.
+
+    `options` are those of its ingress processes. With several hosts, the test starts the ingress processes. With
+    `reports`, each part reports its metrics like a separate process.
+    """
     async with AsyncExitStack() as closing:
         store = open_store(config, run_dir, SECRET.key)
         clients = EngineClients(SECRET, await store.take_over(), store.take_over)
@@ -143,7 +146,7 @@ async def whole_site(
         for index, entry in enumerate(kinds):
             engine = build(config) if config.engines is None else build_engine(config, entry)
             name, bounds = f"{entry.name}-{index}", replica_config(config, entry)
-            versions = served_versions(config, run_dir)  # each process has its own
+            versions = served_versions(config, run_dir)  # each process has its own tracker
             located = None if versions is None else versions.located
             replica = Replica(name, engine, client.replicas, SECRET, config.host, config=bounds, located=located)
             closing.push_async_callback(replica.close)

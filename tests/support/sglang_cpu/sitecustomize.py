@@ -1,10 +1,10 @@
-"""SGLang's own code on a CPU, for tests: in place of what its wheel takes from GPUs stands torch.
+"""SGLang's own code on a CPU, for tests: torch replaces the GPU parts of its wheel.
 
-With this folder first in PYTHONPATH and SGLANG_USE_CPU_ENGINE=1, Python imports this module in every process. All
-of SGLang is the real one: its scheduler, radix cache, tokenizer manager, sampler, `torch_native` attention and
-models, which have forms in torch. Two functions are not: the allocators of pages, Triton kernels that need a GPU.
-What `sgl_kernel` would bring refuses to run. Models of other families are not imported, and nothing is compiled:
-that takes twelve seconds, and thirty more at the first request.
+With this folder first in PYTHONPATH and SGLANG_USE_CPU_ENGINE=1, Python imports this module in every process.
+SGLang's code is the real one: its scheduler, radix cache, tokenizer manager, sampler, `torch_native` attention and
+models, which have torch implementations. Only the two page allocators are replaced, because they are Triton kernels
+that need a GPU. Functions of `sgl_kernel` refuse to run. Models of other families are not imported, and nothing is
+compiled: that would take twelve seconds, and thirty more at the first request.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MODELS = ("qwen2", "qwen3")  # of which the shipped policy is the second, built from the first
+MODELS = ("qwen2", "qwen3")  # the shipped policy is qwen3, which imports qwen2
 VISION_OPERATOR = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class Kernel:
-    """A function that is called as a Triton kernel is: `kernel[grid](...)`."""
+    """A function that is called like a Triton kernel: `kernel[grid](...)`."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -47,12 +47,12 @@ def alloc_extend(
         used += num_pages
         slots.append(torch.arange(last + 1, last + 1 + num_in_page))
         slots.append((pages[:, None] * page + torch.arange(page)).reshape(-1)[:num_fresh])
-    if used <= len(free_pages):  # the caller counts too, and drops what is written when pages are short
+    if used <= len(free_pages):  # the caller counts too, and discards the output if pages are short
         out.copy_(torch.cat(slots))
 
 
 def alloc_decode(seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, _batch: int, page: int) -> None:
-    """Write one slot a request: the one after its last, or the first of a free page."""
+    """Write one slot per request: the slot after its last one, or the first slot of a free page."""
     is_fresh = (seq_lens - 1) % page == 0
     if int(is_fresh.sum()) <= len(free_pages):
         out.copy_(last_loc + 1)
@@ -65,7 +65,7 @@ def _replace_allocators(module: ModuleType) -> None:
 
 
 def _declare_operators() -> None:
-    """Declare two operators that torchvision's wheel, built for CUDA, describes and a CPU's torch lacks."""
+    """Declare two operators that torchvision's CUDA wheel describes and that torch for CPU does not have."""
     import torch
 
     for name in ("nms", "qnms"):
@@ -95,7 +95,7 @@ class AtImport:
 
 
 def _unused_models() -> str:
-    """Return the names of SGLang's model modules that are not needed, as its environment variable wants them."""
+    """Return the names of SGLang's unneeded model modules, in the form of its environment variable."""
     sglang = importlib.util.find_spec("sglang")
     if sglang is None or sglang.origin is None:
         return ""

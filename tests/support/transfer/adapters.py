@@ -1,4 +1,4 @@
-"""LoRA adapters of the shipped policy, a worker whose adapter can be spoilt, and the merged models as a check."""
+"""LoRA adapters of the shipped policy, a worker with a corruptible adapter, and the merged models as a check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 def write_adapter(
     folder: Path, *, seed: int = 1, rank: int = 4, alpha: float = 8, targets: Sequence[str] = ALL_LINEAR
 ) -> Path:
-    """A random adapter that clearly changes the policy."""
+    """Write a random adapter that clearly changes the policy."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(POLICY / "model.safetensors").items():
@@ -37,12 +37,12 @@ def write_adapter(
 
 
 def shipped_policy() -> Any:
-    """The policy as a model of transformers."""
+    """Return the policy as a transformers model."""
     return transformers.AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
 
 
 def merged_model(adapter: Path | None) -> Any:
-    """The policy with the adapter added to its weights, computed without vLLM."""
+    """Return the policy with the adapter added to its weights, computed without vLLM."""
     model = shipped_policy()
     if adapter is None:
         return model
@@ -59,7 +59,7 @@ def merged_model(adapter: Path | None) -> Any:
 
 
 class SpoilableWorker(WeightWorker):
-    """Our part of a vLLM worker, with a way to break what it holds."""
+    """Our vLLM worker extension, with a method that corrupts an adapter."""
 
     def spoil_adapter(self, layer: str, index: int) -> None:
         """Change one number of a layer's stacked B."""

@@ -1,4 +1,4 @@
-"""The two sides of a pusher in tests: a fleet that receives for real, and a sender that does not send."""
+"""The two sides of a pusher in tests: a fleet that really receives, and a sender that does not send."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class ReceivingFleet:
-    """One worker that fetches every push; `received` has its tensors, an update each."""
+    """One worker that fetches every push; `received` has the tensors of each update."""
 
     def __init__(self) -> None:
         self.received: list[dict[str, torch.Tensor]] = []
@@ -29,7 +29,7 @@ class ReceivingFleet:
         self._receiver = Receiver(torch.device("cpu"), 0)
 
     async def take(self, update: WeightUpdate) -> None:
-        """What a coordinator asks of its engines; see `FakeCoordinator.on_update`."""
+        """Receive an update as the engines would; see `FakeCoordinator.on_update`."""
         assert update.push is not None
         self.received.append(await asyncio.to_thread(self._receive, replace(update.push, num_receivers=1)))
 
@@ -54,7 +54,7 @@ class ReceivingFleet:
 
 @dataclass
 class FakeSender:
-    """Loads what it was offered, in `num_attempts` attempts. `is_hanging`: only a cancel ends it."""
+    """Loads the offered tensors in `num_attempts` attempts. With `is_hanging`, only a cancel ends it."""
 
     host: str
     transport: str
@@ -84,7 +84,7 @@ class FakeSender:
                 self.attempts.append([item.load() for item in self.offers[-1]])
             if self.is_hanging:
                 assert self._cancelled.wait(TIMEOUT_S)
-                time.sleep(0.1)  # who does not wait for the end of the thread is found out
+                time.sleep(0.1)  # detects callers that do not wait for the end of the thread
                 raise WeightUpdateFailed("the transfer was cancelled")
             if self.error is not None:
                 raise self.error
@@ -93,7 +93,7 @@ class FakeSender:
         return SendReport(0, (), 0.0, self.num_attempts, 1)
 
     def expect(self, num_receivers: int) -> None:
-        """Nobody is awaited here."""
+        """Do nothing: no receiver is awaited."""
 
     def cancel(self, reason: str) -> None:
         self.reasons.append(reason)

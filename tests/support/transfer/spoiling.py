@@ -10,9 +10,9 @@ from agentloop_servers.weight_transfer.worker_calls import StageOrder
 
 
 class SpoilingWorker(WeightWorker):
-    """The extension that the service has, and the fault."""
+    """The service's worker extension, with the fault added."""
 
-    _directory: str | None = None  # that was staged last
+    _directory: str | None = None  # directory of the last stage
 
     def weights_stage(self, order: bytes) -> None:
         folder = codec.decode(order, StageOrder).folder

@@ -1,6 +1,6 @@
-"""vLLM's own reload in the place of ours, inside the worker: a known silent failure, made on order.
+"""vLLM's own reload instead of ours, inside the worker: reproduces a known silent failure.
 
-A file in the folder of an update orders it, for that update only; all other updates go the shipped way.
+A file in the folder of an update requests it, for that update only; all other updates use the shipped path.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from agentloop_servers.weight_transfer.vllm_worker import RunningModel, WeightWo
 from agentloop_servers.weight_transfer.worker_calls import StageOrder
 
 EXTENSION = f"{__name__}.StockReload"
-STOCK = "reload_as_stock_vllm"  # load as `collective_rpc("reload_weights")` does
+STOCK = "reload_as_stock_vllm"  # load with `collective_rpc("reload_weights")`
 UNPROVEN = "skip_the_proof"  # and compare nothing afterwards
 
 
 class StockReload(WeightWorker):
-    """The shipped worker extension, over a model that can be told to be loaded by vLLM alone."""
+    """The shipped worker extension, over a model that can be loaded by vLLM alone on request."""
 
     def weights_model(self) -> RunningModel:
         self._faulty = _FaultyModel(self)

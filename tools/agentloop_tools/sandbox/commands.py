@@ -208,7 +208,10 @@ class Printed:
         return self._kept.startswith(word)
 
     def run(self, status: int) -> SandboxRun:
-        """Return the result of the command. Later output, of background processes, is discarded."""
+        """Return the result of the command, which ended with exit status `status`.
+
+        Output that its background processes write later is discarded.
+        """
         kept, self._kept, self._max_bytes = bytes(self._kept), bytearray(), 0
         return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, self.stopped)
 

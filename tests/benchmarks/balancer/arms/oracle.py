@@ -1,7 +1,7 @@
-"""A policy that knows all lengths and tool times: a bound, and no competitor.
+"""A policy that knows all lengths and tool times: an upper bound, not a competitor.
 
-Longest processing time first: the trajectory with the most seconds to go begins first; groups go whole to the
-replica with the least work left, and stay there.
+Longest processing time first: the trajectory with the most remaining seconds starts first. A group is assigned as a
+unit to the replica with the least remaining work, and stays there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LongestFirst(Counting):
         self._siblings: defaultdict[int, list[int]] = defaultdict(list)
         for one in workload.trajectories:
             self._siblings[one.group].append(one.number)
-        self._homes: dict[int, int] = {}  # trajectory -> replica that its work is counted on
+        self._homes: dict[int, int] = {}  # trajectory -> replica whose load includes its work
         self._work_s: dict[int, float] = dict.fromkeys(self.in_flight, 0.0)
 
     def rank(self, turn: TurnAsk, now: float) -> float:
@@ -52,16 +52,16 @@ class LongestFirst(Counting):
 
 
 def seconds_of(one: Trajectory, shape: FleetShape) -> float:
-    """Return how long a trajectory takes on a full fleet, its tools included."""
+    """Return the duration of a trajectory on a fully loaded fleet, including its tools."""
     return _Known(one, shape).left_s
 
 
 class _Known:
-    """What is left of a trajectory: seconds until its end, and the seconds of an engine that it takes."""
+    """The remaining work of a trajectory: seconds until its end, and the engine seconds that it needs."""
 
     def __init__(self, one: Trajectory, shape: FleetShape) -> None:
         times, num_decoding = shape.step_times, max(1.0, shape.max_live / shape.num_replicas)
-        self._turns: list[tuple[float, float]] = []  # seconds until its tool returns, and of the engine
+        self._turns: list[tuple[float, float]] = []  # seconds until its tool returns, and engine seconds
         num_cached = 0
         tools = (*one.tools, 0.0)
         for prompt, output, tool_s in zip(one.prompt_tokens(), one.outputs, tools, strict=True):
@@ -75,7 +75,7 @@ class _Known:
         self.work_s = sum(work_s for _, work_s in self._turns)
 
     def turn_ended(self) -> float:
-        """Take the next turn off. Returns the engine's seconds that it took."""
+        """Remove the next turn, and return the engine seconds that it used."""
         turn_s, work_s = self._turns.pop()
         self.left_s -= turn_s
         self.work_s -= work_s

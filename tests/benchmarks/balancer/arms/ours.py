@@ -1,4 +1,4 @@
-"""Our arm: the service's own `Balancer`, told what the workers and replicas of the service would tell it."""
+"""Our arm: the service's own `Balancer`, fed with the reports that the service's processes would send."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.benchmarks.balancer.workload import Workload
 
 
 class OursPolicy(QuietPolicy):
-    """Trajectories hold leases and report every turn; they follow orders at the next turn.
+    """Trajectories hold leases and report every turn; they follow move orders at the next turn.
 
-    With `prefixes`, by group, each trajectory is a session: it names no group, and may begin beyond the room.
+    With `prefixes` (by group), each trajectory is a session: it has no group, and may start beyond the capacity.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class OursPolicy(QuietPolicy):
         self.balancer.look(now)
 
     def _lease(self, turn: TurnAsk, now: float) -> Lease | None:
-        """Return the lease of a turn: the one held, the one ordered, or one asked for; None: no room."""
+        """Return the lease of a turn: the current one, the ordered one, or a newly acquired one.
+
+        None if there is no capacity.
+        """
         balancer, number = self.balancer, turn.trajectory
         lease = self._leases.get(number)
         if lease is None:
@@ -116,7 +119,7 @@ class OursPolicy(QuietPolicy):
 
 
 def ours(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
-    """Return what a service does that sets nothing."""
+    """Return the policy of a service with default settings."""
     num_siblings = Counter(one.group for one in workload.trajectories)
     return OursPolicy(shape, num_siblings)
 

@@ -1,12 +1,14 @@
-"""The rules of other routers that decide something: round robin, least loaded, sticky, and two that match prefixes.
+"""Routing rules of other routers: round robin, least loaded, sticky, and two that match prefixes.
 
-- `Sticky`: vllm-router's `sticky_least_loaded`, which SkyRL and prime-rl use (ties are drawn, where it hashes).
+- `Sticky`: vllm-router's `sticky_least_loaded`, which SkyRL and prime-rl use (ties are drawn at random here, hashed
+  there).
 - `CacheAware`: smg's and vllm-router's `cache_aware`. The routers match text in a radix tree; here its nodes are
-  the runs that prompts consist of: a system prompt, a group's, a trajectory's own. Text does not change with the
-  weights. Both bound the tree by at least 2^25 characters a worker, which no regime sends: nothing is evicted.
+  the runs that a prompt consists of: the system prompt, the group's run and the trajectory's run. Text does not
+  change with the weights. Both routers limit the tree to 2^25 characters or more per worker, which no regime
+  reaches, so nothing is evicted.
 
-`Counting` is the base of all arms that count: it knows which replicas live and which turns run where, and forgets
-what a lost replica had.
+`Counting` is the base of all arms that count requests: it tracks the live replicas and the turns that run on each,
+and drops the state of a lost replica.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tests.benchmarks.balancer.workload import Workload
 
 
 class Counting(QuietPolicy):
-    """Requests in flight, by replica; `in_flight` has the replicas that live as its keys, in order of number."""
+    """Requests in flight by replica. The keys of `in_flight` are the live replicas, in numerical order."""
 
     def __init__(self, shape: FleetShape, seed: int) -> None:
         self.in_flight: dict[int, int] = dict.fromkeys(range(shape.num_replicas), 0)
@@ -41,13 +43,13 @@ class Counting(QuietPolicy):
         self.in_flight[replica] = 0
 
     def any_least(self, load: Callable[[int], float]) -> int:
-        """Return a replica of the least load, drawn evenly from those that tie."""
+        """Return a replica with the least load; ties are drawn uniformly."""
         least = min(map(load, self.in_flight))
         return self._rng.choice([replica for replica in self.in_flight if load(replica) == least])
 
 
 class RoundRobin(Counting):
-    """Every turn on the next replica."""
+    """Every turn runs on the next replica."""
 
     def __init__(self, shape: FleetShape, seed: int) -> None:
         super().__init__(shape, seed)
@@ -59,14 +61,17 @@ class RoundRobin(Counting):
 
 
 class LeastLoaded(Counting):
-    """Every turn where the fewest requests are in flight; ties are drawn."""
+    """Every turn runs on the replica with the fewest requests in flight; ties are drawn at random."""
 
     def place(self, turn: TurnAsk, now: float) -> int:
         return self.any_least(self.in_flight.__getitem__)
 
 
 class Sticky(Counting):
-    """A trajectory where it was; its first turn, and one after a loss, where the fewest trajectories live."""
+    """A trajectory stays on its replica.
+
+    Its first turn, and a turn after a loss, use the replica with the fewest trajectories.
+    """
 
     def __init__(self, shape: FleetShape, seed: int) -> None:
         super().__init__(shape, seed)
@@ -93,25 +98,25 @@ class Sticky(Counting):
         self.num_live[replica] = 0
 
 
-_THRESHOLD = 0.3  # of a prompt, beyond which a match decides
-_ABSOLUTE, _RELATIVE = 64, 1.5  # requests in flight: both exceeded, loads decide
+_THRESHOLD = 0.3  # a longer matching share of the prompt decides
+_ABSOLUTE, _RELATIVE = 64, 1.5  # requests in flight: if both limits are exceeded, loads decide
 
 _Run = tuple[str, int]
 
 
 class CacheAware(Counting):
-    """The replica that was sent the longest beginning of a prompt, if enough matches and loads are alike.
+    """Chooses the replica that received the longest prefix of the prompt, if enough matches and loads are balanced.
 
-    Loads differ too much if max - min > 64 and max > 1.5 x min. A prompt that matches too little goes to the least
-    loaded replica (smg) or, `misses_to_smallest`, to the one with the smallest tree (vllm-router).
+    Loads are unbalanced if max - min > 64 and max > 1.5 x min. A prompt with too short a match goes to the least
+    loaded replica (smg) or, with `misses_to_smallest`, to the replica with the smallest tree (vllm-router).
     """
 
     def __init__(self, shape: FleetShape, workload: Workload, seed: int, *, misses_to_smallest: bool) -> None:
         super().__init__(shape, seed)
         self._trajectories = workload.trajectories
         self._misses_to_smallest = misses_to_smallest
-        self._sent: dict[_Run, dict[int, int]] = {}  # run -> replica -> its end there, in tokens of the context
-        self._num_tokens: dict[int, int] = dict.fromkeys(self.in_flight, 0)  # of a replica's tree
+        self._sent: dict[_Run, dict[int, int]] = {}  # run -> replica -> end of its cached part, in context tokens
+        self._num_tokens: dict[int, int] = dict.fromkeys(self.in_flight, 0)  # size of each replica's tree
 
     def place(self, turn: TurnAsk, now: float) -> int:
         chosen = self._choose(turn)
@@ -123,7 +128,9 @@ class CacheAware(Counting):
         return chosen
 
     def matched(self, turn: TurnAsk) -> dict[int, int]:
-        """Return how many leading tokens of a prompt each replica was sent, if any; the first sent first."""
+        """Return the prompt's matching prefix length by replica, for replicas with a match, first recipient
+        first.
+        """
         matched: dict[int, int] = {}
         for run, start, end in self._runs(turn):
             for replica, sent in self._sent.get(run, {}).items():
@@ -153,7 +160,7 @@ class CacheAware(Counting):
         return min(sizes, key=sizes.__getitem__)
 
     def _runs(self, turn: TurnAsk) -> Iterator[tuple[_Run, int, int]]:
-        """Yield the runs of a prompt, each from and to a token."""
+        """Yield the runs of a prompt with their first and last token."""
         one = self._trajectories[turn.trajectory]
         yield ("system", one.system), 0, one.num_system_tokens
         yield ("group", one.group), one.num_system_tokens, one.num_group_tokens

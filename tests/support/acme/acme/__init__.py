@@ -1,1 +1,1 @@
-"""A package that extends agentloop by its entry points alone."""
+"""A package that extends agentloop only through its entry points."""

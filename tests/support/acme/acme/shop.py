@@ -1,4 +1,4 @@
-"""An environment, a reward, a tool and a maker of sandboxes."""
+"""An environment, a reward, a tool and a sandbox factory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source of weights: one version, by its settings."""
+"""A weight source with one version, defined by its settings."""
 
 from __future__ import annotations
 

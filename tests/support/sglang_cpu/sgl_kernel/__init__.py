@@ -1,4 +1,4 @@
-"""A refusal in the place of SGLang's compiled kernels: some of its modules import names from them on a CPU too."""
+"""A stub of SGLang's compiled kernels that refuses to run; some SGLang modules import its names on a CPU too."""
 
 from __future__ import annotations
 
