@@ -20,10 +20,10 @@ from agentloop.plugins import resolve
 from agentloop.storage.home import Home
 from tests.support.service.postgres_server import PostgresServer
 
-settings.register_profile("shared_cores", deadline=None)  # an example's wall time says nothing of the code
+settings.register_profile("shared_cores", deadline=None)  # wall time of an example is not a property of the code
 settings.load_profile("shared_cores")
 
-# Logs of tests have neither colours nor the drawn tracebacks that structlog has by default.
+# Test logs have neither colors nor the drawn tracebacks that structlog writes by default.
 PLAIN = [
     structlog.contextvars.merge_contextvars,
     structlog.processors.add_log_level,
@@ -38,15 +38,15 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Take what the imports left out of the garbage collector's sight: it is a million objects that stay."""
+    """Freeze the imported objects: the garbage collector would otherwise scan a million permanent objects."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the tests that share an engine or a service in one process, and those of another file together."""
-    if config.getvalue("dist") != "loadgroup":  # xdist 3.8 does not find the marks of groups under pytest 9.2
+    """Run tests that share an engine or a service in one process, and the tests of every other file together."""
+    if config.getvalue("dist") != "loadgroup":  # xdist 3.8 does not find group marks under pytest 9.2
         return None
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - SGLang's environment has no xdist
 
@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Freeze the objects that a file leaves: full collections over them took a fifth of a lane's CPU time."""
+    """Freeze the objects that a file leaves: full collections of them took a fifth of the CPU time of a lane."""
     yield
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
@@ -80,27 +80,27 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def postgres_run(postgres_server: PostgresServer, tmp_path: Path) -> Home:
-    """The home of a run that no other test has."""
+    """A PostgreSQL storage backend that no other test uses."""
     kind = resolve("agentloop_postgres.home:PostgresRun", param="store")
     return kind(postgres_server.url, postgres_server.new_name(), tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def _no_threads_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that a test's user code left behind are counted in that test alone."""
+    """Count the threads that user code leaves behind only in the test that started them."""
     monkeypatch.setattr(aio, "_abandoned_threads", set())
 
 
 @pytest.fixture(autouse=True)
 def _patient_canary_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy host a step of a real engine may take longer than a canary check's shortest deadline of 10 s."""
+    """Lengthen the canary deadline: on a busy host, a step of a real engine can exceed the shortest one, 10 s."""
     if request.node.get_closest_marker("engine") is not None:
         monkeypatch.setattr(canary, "_MIN_DEADLINE_S", canary._MAX_DEADLINE_S)
 
 
 @pytest.fixture(autouse=True)
 def _no_logging_of_other_tests() -> Iterator[None]:
-    """A command that a test runs in this process configures its logging, or silences it."""
+    """Restore the logging configuration, which a command run in this process may change."""
     level = logging.getLogger().level
     yield
     if structlog.get_config() != LOGGING:

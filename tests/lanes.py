@@ -1,7 +1,8 @@
-"""`make test`: runs every lane, even if one fails, and prints one last line with the results and the skipped tests.
+"""`make test`: runs every lane, even if one fails, and prints a last line with results and skipped tests.
 
-Two lanes of two processes each run at a time: on two cores, one computes while the other waits for the start of an
-engine or a service. A lane is given only the files that have its tests: importing all others takes half a minute.
+Two lanes run at a time, with two processes each: on two cores, one lane computes while the other waits for an
+engine or a service to start. A lane receives only the files that contain its tests, because importing all others
+takes half a minute.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 LANES_AT_ONCE = 2
 ELSEWHERE = "not clients and not trainers and not long"  # each has its own command
-# The reason of a skip begins with one of these if a package, or a right on this machine, would let the test run.
+# A skip reason starts with one of these if installing a package, or a permission, would let the test run.
 NEEDS = ("needs ", "could not import ")
 
 
 def lanes() -> dict[str, list[str]]:
-    """Return the arguments of pytest for each lane, the longest first."""
+    """Return the pytest arguments of each lane, the longest lane first."""
     quick = ["-n2", "--dist=loadfile", f"-m not engine and not ray and not hosts and {ELSEWHERE}"]
     return {
         "engine": [
@@ -39,13 +40,13 @@ def lanes() -> dict[str, list[str]]:
 
 
 def files_with(mark: str) -> list[str]:
-    """Return the test files that name the mark."""
+    """Return the test files that contain the name of the mark."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(one.relative_to(ROOT)) for one in files if re.search(rf"mark\.{mark}\b", one.read_text())]
 
 
 def run(lanes_by_name: dict[str, list[str]], arguments: list[str]) -> bool:
-    """Run each lane with further arguments of pytest. Returns True if all passed."""
+    """Run each lane with additional pytest arguments. Returns True if all passed."""
     outcomes, skipped = [], Counter[str]()
     with TemporaryDirectory() as folder, ThreadPoolExecutor(LANES_AT_ONCE) as pool:
         reports = [Path(folder) / f"{name}.xml" for name in lanes_by_name]
@@ -55,7 +56,7 @@ def run(lanes_by_name: dict[str, list[str]], arguments: list[str]) -> bool:
         )
         codes = pool.map(run_lane, lanes_by_name, commands)
         for name, report, code in zip(lanes_by_name, reports, codes, strict=True):
-            # 5: none was collected, as where an argument selects tests of another lane.
+            # Exit code 5: no test was collected, for example because an argument selects tests of another lane.
             outcomes.append(f"{name} {'passed' if code in (0, 5) else 'FAILED'}")
             skipped += skips(report) if report.exists() else Counter()
     needs = {reason: count for reason, count in skipped.items() if reason.startswith(NEEDS)}
@@ -79,7 +80,7 @@ def run_lane(name: str, command: list[str]) -> int:
 
 
 def skips(report: Path) -> Counter[str]:
-    """Return the reasons of the tests that a JUnit report says were skipped, each with its number of tests."""
+    """Return the skip reasons in a JUnit report, each with its number of tests."""
     found = Counter[str]()
     for skipped in ElementTree.parse(report).iter("skipped"):
         reason = skipped.attrib["message"]

@@ -1,4 +1,4 @@
-"""The floor plan: which package may import which, no cycle anywhere, and what a package shows to the others."""
+"""The architecture: allowed imports between packages, no cycles, and the public interface of each package."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ SOURCES = {
     "agentloop": ROOT / "agentloop",
     "agentloop_servers": ROOT / "servers" / "agentloop_servers",
 }
-# A part imports the core and no other part. Those under servers/ may import the service and engines.
+# A part imports the core and no other part. Parts under servers/ may import the service and engines.
 PART_SOURCES = {
     part.package: next(
         ROOT / top / part.package for top in ("servers", "tools") if (ROOT / top / part.package).is_dir()
@@ -31,7 +31,7 @@ MAY_IMPORT_ENGINES = {
     "agentloop_servers.weight_transfer",
 }
 
-# Modules that any package may import; of each other only the earlier ones.
+# Modules that any package may import; each of them imports only earlier ones.
 COMMON = (
     "errors",
     "images",
@@ -60,13 +60,13 @@ COMMON = (
     "observability.metrics",
     "observability.trace_context",
 )
-# Packages whose modules have a level each.
+# Packages whose modules are ordered in levels.
 OF_MODULES = {
     *(f"agentloop.{name.split('.')[0]}" for name in COMMON if "." in name),
     *(f"agentloop_servers.{name}" for name in ("cluster", "config", "engines", "net", "processes", "run")),
 }
 
-# The packages from bottom to top, and which packages each may import beside COMMON.
+# The packages from bottom to top, and the packages that each may import in addition to COMMON.
 ARROWS: dict[str, set[str]] = {
     "agentloop.api": set(),
     "agentloop.parsers": set(),
@@ -300,14 +300,14 @@ def trees() -> dict[str, ast.Module]:
 
 
 def package_of(module: str) -> str:
-    """The package a module belongs to: its folder below the source root; a module of the root is its own."""
+    """Return the package of a module: its folder below the source root; a module of the root is its own package."""
     parts = module.split(".")
     return ".".join(parts[: 3 if ".".join(parts[:2]) in OF_MODULES else 2])
 
 
 @cache
 def imports(module: str) -> set[str]:
-    """Every module that a file imports at run time, wherever the statement stands."""
+    """Return every module that a file imports at run time, at any position."""
     return imported(trees()[module])
 
 
@@ -342,10 +342,10 @@ def test_a_part_imports_the_core_and_no_other_part():
         assert not {name.split(".")[0] for name in imports(module)} & forbidden, module
 
 
-# Tests of the core that import a part, or the tests of one, each with its reason.
+# Tests of the core that import a part, or the tests of a part, each with its reason.
 OF_SEVERAL_PARTS = {
-    "benchmarks",  # they measure the parts too
-    "clients",  # run in environments with all parts
+    "benchmarks",  # they also measure the parts
+    "clients",  # they run in environments with all parts
     "gpu",
     "parts",
     "servers/test_service_vllm.py",  # a whole service on a real engine: its traces, and slime's calls
@@ -376,7 +376,7 @@ def test_a_package_imports_what_the_table_allows():
 
 
 def _targets(module: str) -> tuple[set[str], set[str]]:
-    """The packages that a module imports, and those that it may import."""
+    """Return the packages that a module imports, and the packages that it may import."""
     package = package_of(module)
     short = package.removeprefix("agentloop.")
     targets = {package_of(name) for name in imports(module) & set(MODULES)} - {package, "agentloop", *OF_MODULES}
@@ -410,7 +410,8 @@ def test_no_cycle():
         assert module not in trail, f"import cycle: {' -> '.join((*trail, module))}"
         if module not in done:
             for target in sorted(edges[module]):
-                if not module.startswith(f"{target}."):  # a package's own `__init__` is no import of its module's
+                # importing a package's own `__init__` does not import its module
+                if not module.startswith(f"{target}."):
                     visit(target, (*trail, module))
             done.add(module)
 
@@ -431,27 +432,27 @@ def test_a_function_has_at_most_sixty_lines():
                 assert length <= 60, f"{module}.{node.name} is {length} lines long"
 
 
-# --- rules that keep it ------------------------------------------------------------------------------------
+# Rules that preserve the architecture
 
-# Where a pattern may stand. What is asked for elsewhere is asked of these.
+# The files in which each pattern is allowed; other files use their functions.
 OWNERS: dict[str, set[str]] = {
     r"sqlite3\.connect\(": {"agentloop.storage.sqlite"},
     r"\bWeightVersionSpan\(": {
         "agentloop.types",
-        "agentloop.simulation.policy",  # malformed on purpose
-        "agentloop.testing.stand_in",  # of a policy that has one version
+        "agentloop.simulation.policy",  # invalid on purpose
+        "agentloop.testing.stand_in",  # a policy with a single version
         "agentloop_sglang.convert",  # from the counts at each commit
         "agentloop_servers.engines.vllm.convert",  # from vLLM's labels
     },
     r"\bAsyncRetrying\(": {
         "agentloop.client.transport",  # calls of the service
         "agentloop.fleet.late_replicas",  # a replica that is behind
-        "agentloop.rollout.worker",  # the hand-in of a record
+        "agentloop.rollout.worker",  # the submission of a record
         "agentloop_servers.cli.run",  # the push of a run
     },
     r"\b_?connect\([^)]*\)\.(generate|stream)\(": {
         "agentloop.generation.leased_engine",
-        "agentloop_servers.replica.client",  # the coordinator's probe, which is nobody's turn
+        "agentloop_servers.replica.client",  # the coordinator's probe, which belongs to no turn
     },
 }
 
@@ -526,13 +527,13 @@ def test_tests_ask_through_what_is_public():
                     "_replace",
                     "_asdict",
                     "_request_id",
-                ):  # names that others made public
+                ):  # names created elsewhere
                     found.append(f"{file.relative_to(ROOT)}:{node.lineno}: {owner}.{node.attr}")
     assert len(found) <= MAX_PRIVATES_IN_TESTS, found
 
 
 def test_what_has_a_mark_of_its_own_lane_is_in_a_file_that_the_lane_finds():
-    """`make test` hands those lanes the test files that name the mark, and the contract of engines."""
+    """`make test` passes to those lanes the test files that name the mark, and the engine contract."""
     for file in (ROOT / "tests").rglob("*.py"):
         if re.search(r"pytest\.mark\.(engine|ray)\b", file.read_text()) and file != Path(__file__):
             assert file.name.startswith("test_") or file == ROOT / "tests" / "contract" / "conftest.py", file
@@ -541,7 +542,7 @@ def test_what_has_a_mark_of_its_own_lane_is_in_a_file_that_the_lane_finds():
 # docs/concepts/rollout.md
 
 PAGE = (ROOT / "docs" / "concepts" / "rollout.md").read_text()
-WAYS = {"A rollout": 40, "A chat call": 50, "A weight update": 45}  # and the most files each may take
+WAYS = {"A rollout": 40, "A chat call": 50, "A weight update": 45}  # and the maximum number of files for each
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,4 +1,4 @@
-"""How broken weights are found: by the answer to a fixed prompt, and by sampled logprobs that stay uniform."""
+"""Detection of broken weights: by the answer to a fixed prompt, and by sampled logprobs that stay uniform."""
 
 import math
 
@@ -35,7 +35,7 @@ def answer(logprob: float, *tops: float) -> Generation:
         (math.nan, [], "not finite"),
         (math.nan, [math.nan], "not finite"),
         (-math.inf, [UNIFORM], "not finite"),
-        (UNIFORM, [UNIFORM + 0.01], None),  # a model that was never trained
+        (UNIFORM, [UNIFORM + 0.01], None),  # an untrained model
         (-9.0, [-0.1], None),
         (0.0, [0.0], None),
     ],

@@ -1,4 +1,4 @@
-"""Requests, generations and checkpoints that must not pass, one field wrong at a time."""
+"""Invalid requests, generations and checkpoints, with one wrong field at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual time: jumps when idle, only then, and in the same order every time."""
+"""Virtual time: it jumps when the loop is idle, only then, and always in the same order."""
 
 from __future__ import annotations
 

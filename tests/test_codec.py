@@ -1,4 +1,4 @@
-"""What goes on a wire comes back equal, and anything else is refused."""
+"""Encoded values decode to equal values, and anything else is refused."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_messages_are_stored_once_and_older_records_are_read_without_them():
     assert data.count(b"only once") == 1
     fields = msgspec.msgpack.decode(data)
     del fields["task_messages"], fields["paths"][0]["messages"]
-    fields["messages"] = [{"role": "user", "content": "x"}]  # as an earlier service wrote it
+    fields["messages"] = [{"role": "user", "content": "x"}]  # written by an earlier service
     older = codec.decode(codec.encode(fields), Trajectory)
     assert (older.messages, older.path.turns) == ((), said.turns)
 
@@ -70,7 +70,7 @@ def test_what_staleness_adds_survives_and_older_records_and_groups_are_read():
     assert (after.num_masked_tokens, after.staleness, after.max_staleness) == (2, 0, None)
     fields = msgspec.msgpack.decode(codec.encode(before))
     for name in ("num_masked_tokens", "num_stale_attempts", "max_staleness", "staleness"):
-        del fields[name]  # as an earlier service wrote it
+        del fields[name]  # written by an earlier service
     older = codec.decode(codec.encode(fields), Trajectory)
     assert (older.num_masked_tokens, older.num_stale_attempts, older.staleness) == (0, 0, None)
     assert (older.num_sampled_tokens, older.oldest_trained_version) == (1, 0)

@@ -1,4 +1,4 @@
-"""Whose failure an end is, and the reward that a failure of the infrastructure does not have."""
+"""The party that a failed trajectory is attributed to, and missing rewards after infrastructure failures."""
 
 from __future__ import annotations
 

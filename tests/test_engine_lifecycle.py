@@ -1,4 +1,4 @@
-"""The lifecycle of an engine, beyond what the contract suite sees: refused moves, and what is asked in sleep."""
+"""The lifecycle of an engine beyond the contract suite: refused transitions, and requests during sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of an engine's adapters: which version a call has, what frees a version, and the bounds."""
+"""The table of an engine's adapters: the version of each call, the release of versions, and the bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def call(demand: VersionDemand | None = None, name: str = "a") -> GenerateReques
 
 
 def holding(*versions: int, max_loras: int = 2) -> HeldAdapters:
-    """Return a table that was given these versions of adapter "a", in order."""
+    """Return a table that received these versions of adapter "a", in order."""
     held = HeldAdapters(max_loras)
     for version in versions:
         held.serve(held.new(adapter(version)))

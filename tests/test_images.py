@@ -1,4 +1,4 @@
-"""Images as they come in, as messages hold them, among token ids, and as files."""
+"""Images as received, as stored in messages, among token ids, and as files."""
 
 import base64
 
@@ -31,7 +31,7 @@ def test_a_data_url_is_its_image(kind):
     image = picture(8, 8, kind=kind)
     assert read_image(data_url(image)) == image
     assert data_url(image).startswith(f"data:image/{kind.lower()};base64,")
-    # What counts are the bytes, not what the URL says of them.
+    # The bytes determine the type, not the URL.
     assert read_image("DATA:text/plain;base64," + base64.b64encode(image.data).decode()) == image
 
 

@@ -11,11 +11,11 @@ from structlog.testing import capture_logs
 from agentloop.errors import InvalidRequest
 from agentloop.values.mismatch import MismatchMonitor, mismatch
 
-P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.3, 0.2, 0.1])  # behaviour and trainer
+P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.3, 0.2, 0.1])  # behavior policy and trainer
 
 
 def test_k3_of_samples_is_the_kl_of_the_distributions() -> None:
-    """Each id as often as the behaviour policy samples it: the estimate is the sum itself."""
+    """Each id occurs as often as the behavior policy samples it, so the estimate is the exact sum."""
     ids = np.repeat(np.arange(4), (50, 30, 15, 5))
     found = mismatch(np.log(P)[ids], np.log(Q)[ids])
     assert found.k3_kl == pytest.approx(float((P * np.log(P / Q)).sum()), abs=1e-12)
@@ -77,7 +77,7 @@ def test_the_monitor_warns_once_and_counts_all() -> None:
 
 
 def test_one_heavy_token_is_seen_by_the_effective_sample_size() -> None:
-    """Its k3 alone may hide among many: the share of the batch that carries the gradient does not."""
+    """Its k3 may be small in the average; the share of the batch that carries the gradient shows it."""
     monitor, trainer = MismatchMonitor(max_k3=math.inf), np.zeros(1000)
     trainer[0] = math.log(40.0)
     with capture_logs() as logs:

@@ -1,7 +1,7 @@
 """The core without its optional parts (`agentloop.parts`).
 
-The files of the optional parts are deleted from a copy; one process then imports all that is left, and runs a
-service that rolls out a task with its own tool, answers a chat call and takes pushed weights.
+The files of the optional parts are deleted from a copy. One process then imports all remaining modules, and runs a
+service that rolls out a task with its own tool, answers a chat call and receives pushed weights.
 """
 
 import ast

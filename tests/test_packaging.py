@@ -1,4 +1,4 @@
-"""What an install brings: our import packages and nothing that shadows a user's own folders."""
+"""Contents of an install: our import packages, and nothing that shadows a user's own folders."""
 
 import ast
 import itertools
@@ -117,8 +117,8 @@ def test_the_engines_are_extras():
 def test_the_base_install_is_the_client_and_its_values():
     names = {re.split(r"[\[<>=]", one)[0] for one in PROJECT["dependencies"]}
     client = {"aiohttp", "msgspec", "numpy", "openai", "orjson", "pydantic", "structlog", "tenacity"}
-    command = {"pyyaml", "rich", "typer"}  # of the commands that talk to a running service
-    assert names == client | command | {"jinja2", "tokenizers", "xxhash"}  # which loops, tools and rewards need
+    command = {"pyyaml", "rich", "typer"}  # the commands that talk to a running service
+    assert names == client | command | {"jinja2", "tokenizers", "xxhash"}  # loops, tools and rewards need these
     assert not any("==" in one for one in PROJECT["dependencies"])
 
 
@@ -132,7 +132,7 @@ def test_the_base_install_is_the_client_and_its_values():
     ],
 )
 def test_client_and_user_code_import_nothing_but_the_base_install(statement, is_light):
-    """In a process that refuses every other package, as an environment that does not have it would."""
+    """In a process that refuses every other package, like an environment without it."""
     code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'servers')]}; " + textwrap.dedent(
         f"""
         import importlib.abc
@@ -168,7 +168,7 @@ HINTED = {".py", ".md", ".toml", ".yaml", ".sh", ".in", ""}
 
 
 def test_every_installation_hint_works_in_a_checkout_and_names_no_package_of_the_index():
-    """The index has no `agentloop-rollouts` yet, and its `agentloop` is another author's."""
+    """The index has no `agentloop-rollouts` yet, and its `agentloop` belongs to another author."""
     assert PROJECT["name"] == DISTRIBUTION != "agentloop"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     num_hints = 0
@@ -186,7 +186,7 @@ def test_every_installation_hint_works_in_a_checkout_and_names_no_package_of_the
                 num_hints += 1
                 assert set(extra.split(",")) <= set(EXTRAS), name
     assert num_hints >= 4
-    assert all(extra in EXTRAS for extra in ("serve", "renderers"))  # which the code's own hints name
+    assert all(extra in EXTRAS for extra in ("serve", "renderers"))  # the code's own hints name these
     assert install_hint("serve") == "in a checkout of agentloop: pip install -e '.[serve]'"
 
 
@@ -208,7 +208,7 @@ def test_the_index_has_each_page_and_each_link_leads_somewhere():
     for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *docs.rglob("*.md")):
         for target in link.findall(page.read_text()):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
-    measured = "its span's version |", "all v0 |"  # in logprobs.md alone
+    measured = "its span's version |", "all v0 |"  # only in logprobs.md
     assert not any(row in (docs / "guides" / "learning.md").read_text() for row in measured)
     assert (ROOT / "LICENSE").read_text().split()[:4] == ["Apache", "License", "Version", "2.0,"]
 
@@ -240,7 +240,7 @@ Installing collected packages: aiohttp, torch"""
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_the_installation_shows_what_it_is_at_and_fails_as_pip_does(tmp_path, status):
-    """Over a stand-in for pip, which says what pip says."""
+    """With a stand-in for pip that prints pip's messages."""
     (tmp_path / "lock").write_text("aiohttp==3.12\nrich==15.0.0\ntorch==2.13.0\n")
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\ncat <<'END'\n{PIP_SAYS}\nEND\nexit {status}\n")
@@ -268,7 +268,7 @@ def test_everything_imported_is_declared():
         "xgrammar",
         "triton",
         "httpx2",
-    }  # engines bring these, mcp the last
+    }  # engines install these, mcp the last one
     for file in (*ROOT.glob("agentloop/**/*.py"), *ROOT.glob("servers/**/*.py"), *ROOT.glob("tools/**/*.py")):
         for name in _imported(file) - set(sys.stdlib_module_names):
             if not name.startswith("agentloop"):
@@ -276,8 +276,9 @@ def test_everything_imported_is_declared():
 
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "ray": "ray", "opentelemetry": "opentelemetry-sdk"}
-BROUGHT_BY_TRAINERS = {"datasets", "verl", "transfer-queue"}  # verl's own users have verl: no extra of ours
-BROUGHT_ALONG = {"pydantic_core", "yarl", "aiohappyeyeballs"}  # by pydantic and by aiohttp
+# users of verl have verl installed, so it is not one of our extras
+BROUGHT_BY_TRAINERS = {"datasets", "verl", "transfer-queue"}
+BROUGHT_ALONG = {"pydantic_core", "yarl", "aiohappyeyeballs"}  # installed by pydantic and by aiohttp
 
 
 def _imported(file: Path) -> set[str]:
@@ -291,7 +292,7 @@ def _imported(file: Path) -> set[str]:
 
 
 def _serve_only() -> set[str]:
-    """Import names of what only the extras bring."""
+    """Import names of packages that only the extras install."""
     names = {re.split(r"[\[<>=]", one)[0] for one in itertools.chain(*EXTRAS.values())} - {DISTRIBUTION}
     modules = {distribution: module for module, distribution in DISTRIBUTIONS.items()}
     names -= {re.split(r"[\[<>=]", one)[0] for one in PROJECT["dependencies"]}

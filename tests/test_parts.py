@@ -39,7 +39,7 @@ CLI = "from agentloop_servers.cli import main; main()"
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder into which the package of another author is installed."""
+    """A folder in which the package of another author is installed."""
     project = tomllib.loads((ACME / "pyproject.toml").read_text())["project"]
     shutil.copytree(ACME / "acme", tmp_path / "site" / "acme")
     metadata = tmp_path / "site" / "acme-1.0.dist-info"
@@ -65,7 +65,7 @@ def acme(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Replaces the table of our parts."""
+    """Replace the table of our parts."""
 
     def replace(*own: Part) -> None:
         monkeypatch.setattr(parts, "PARTS", own)
@@ -224,7 +224,7 @@ def test_every_entry_of_ours_loads():
 
 
 def test_without_metadata_the_table_is_read(monkeypatch):
-    """With PYTHONPATH alone, in a copied tree, or in a Ray runtime_env."""
+    """With only PYTHONPATH, in a copied tree, or in a Ray runtime_env."""
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     parts.registered.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""Import paths: what resolves, and that every failure is an InvalidRequest that names the field."""
+"""Import paths: supported forms, and failures, which are always an InvalidRequest that names the field."""
 
 from __future__ import annotations
 

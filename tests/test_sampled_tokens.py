@@ -1,4 +1,4 @@
-"""The accumulator of sampled tokens: whatever comes in, ids, logprobs, alternatives and spans stay aligned."""
+"""The accumulator of sampled tokens: ids, logprobs, alternatives and spans stay aligned for any input."""
 
 import pytest
 

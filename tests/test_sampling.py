@@ -1,4 +1,4 @@
-"""What a record keeps of a turn's sampling, and which of its tokens are constrained."""
+"""A record's description of a turn's sampling, and its constrained tokens."""
 
 import hashlib
 from dataclasses import replace

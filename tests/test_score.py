@@ -1,4 +1,4 @@
-"""Scores: checked as a whole, put into a record by the names of turns and paths, and through the codec."""
+"""Scores: validated as a whole, added to a record by turn and path names, and encoded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = np.arange(8, dtype=np.float32)
 
 
 def forked() -> Trajectory:
-    """A main path of two turns, a branch that shares the first of them, and a side conversation of one turn."""
+    """A main path of two turns, a branch that shares the first one, and a side conversation of one turn."""
     main = make_path()
     first, second = main.turns
     branch = replace(
@@ -149,7 +149,7 @@ def test_two_scores_of_one_trajectory():
     ("stop_reason", "finish_reason", "is_truncated"),
     [
         (StopReason.COMPLETED, FinishReason.STOP, False),
-        (StopReason.COMPLETED, FinishReason.LENGTH, True),  # an agent that takes what its own limit cut
+        (StopReason.COMPLETED, FinishReason.LENGTH, True),  # an agent that accepts a turn cut by its own limit
         (StopReason.MAX_TURNS, FinishReason.STOP, True),
         (StopReason.DEADLINE, FinishReason.STOP, True),
         (StopReason.MALFORMED_CALL, FinishReason.STOP, False),

@@ -1,4 +1,4 @@
-"""The main conversation of a trajectory: which paths belong together, and which of them count."""
+"""The main conversation of a trajectory: the paths that belong to it, and the paths that count."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def path(
     name: str = "",
     num_echoed_turns: int = 0,
 ) -> TokenPath:
-    """A path of one prompt token and turns of `num_sampled` tokens each, the first ones shared.
+    """Return a path of one prompt token and turns of `num_sampled` tokens each, the first ones shared.
 
     Its prompt repeats `num_echoed_turns` of another path in its messages.
     """

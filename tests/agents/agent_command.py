@@ -1,4 +1,4 @@
-"""An agent as a program of its own. It does what its arguments say; `ask` is the plain good case."""
+"""An agent that runs as a separate program. Its arguments select its behavior; `ask` is the success case."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(order: str, *rest: str) -> None:
         post(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", {"model": "default", "messages": QUESTION})
     if order == "reward":
         post(f"{os.environ['AGENTLOOP_SESSION_URL']}/reward", {"reward": 0.125}, "AGENTLOOP_SESSION_KEY")
-    if order == "leave":  # something goes on in the background
+    if order == "leave":  # a background process keeps running
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", rest[0]])
     if order == "fail":
         print("first line\nno such luck", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Failures of the policy in agent sessions are data: through the real endpoint, over a simulated engine."""
+"""Policy failures in agent sessions are recorded as data, through the real endpoint over a simulated engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ numbers = count()
 
 
 class AgentSite:
-    """The service of this module, whose engine says what each test gives it."""
+    """The service of this module. Each test sets the replies of its engine."""
 
     def __init__(self) -> None:
         self.script = turns("")
@@ -57,7 +57,7 @@ class AgentSite:
     async def run(
         self, agent: Agent, *replies: str, task: RolloutTask = TASK, **options: Any
     ) -> tuple[AgentRecord, Trajectory]:
-        """One run of an agent, and its record as the service keeps it."""
+        """One agent run and the record that the service stores for it."""
         records: list[AgentRecord] = []
         rollout_id = f"r{next(numbers)}"
         async with self.saying(*replies) as client:
@@ -85,16 +85,16 @@ async def asked(base_url: str, api_key: str, messages: list[Any], **options: Any
 
 
 def anthropic_client(base_url: str, api_key: str) -> Any:
-    """A client of the SDK, which takes more than a second to import, in the process of these tests alone."""
+    """A client of the Anthropic SDK, imported only in the process of these tests: this takes over a second."""
     sdk = importlib.import_module("anthropic")
     return sdk.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
 
 
-# --- a context that is full -------------------------------------------------------------------------------
+# Full context
 
 
 async def calls_with_a_long_result(task: RolloutTask, base_url: str, api_key: str) -> None:
-    """An agent whose tool answers more than the context holds; it ends when it gets no call."""
+    """An agent whose tool returns more than the context holds. It stops when a reply contains no call."""
     messages: list[Any] = [QUESTION]
     while (choice := await asked(base_url, api_key, messages, tools=[TOOL])).message.tool_calls:
         messages.append(choice.message)
@@ -108,7 +108,7 @@ async def test_a_session_that_overflows_is_complete_and_rewarded(site: AgentSite
     assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.MAX_CONTEXT, True, 0.0)
     assert (kept.is_truncated, len(kept.paths), len(kept.path.turns)) == (True, 1, 1)
     assert kept.path.is_trainable
-    assert kept.path.response_mask.all()  # the prompt that did not fit is in no path
+    assert kept.path.response_mask.all()  # the prompt that did not fit is not part of any path
 
 
 async def test_an_agent_that_asked_for_the_error_and_died_of_it_is_rewarded_too(site: AgentSite) -> None:
@@ -165,11 +165,11 @@ async def test_a_first_prompt_that_is_too_long_is_refused(site: AgentSite) -> No
         assert (await session.status()).policy_failure is None
 
 
-# --- calls that cannot be read ----------------------------------------------------------------------------
+# Unreadable calls
 
 
 async def runs_its_tools(task: RolloutTask, base_url: str, api_key: str) -> str | None:
-    """An agent that, as frameworks do, fails at a tool that it does not know."""
+    """An agent that raises on an unknown tool, as agent frameworks do."""
     messages: list[Any] = [QUESTION]
     while (choice := await asked(base_url, api_key, messages, tools=[TOOL])).message.tool_calls:
         messages.append(choice.message)
@@ -279,7 +279,7 @@ async def test_a_stream_shows_an_unreadable_call_as_the_whole_answer_does(site: 
     assert [block.type for block in said.content] == ["text", "tool_use", "tool_use"]
 
 
-# --- side conversations -----------------------------------------------------------------------------------
+# Side conversations
 
 
 async def test_a_side_conversation_leaves_the_reward_to_the_main_one(site: AgentSite) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts by agents' own code: every sample gives one record, whatever the code does."""
+"""Rollouts by a user's agent code: every sample produces one record, for any error that the code raises."""
 
 from __future__ import annotations
 
@@ -102,15 +102,15 @@ async def test_no_more_run_at_once_than_allowed(service: FakeSessions) -> None:
     assert len(service.records) == 10
 
 
-# --- rewards ----------------------------------------------------------------------------------------------
+# Rewards
 
 
 @pytest.mark.parametrize(
     ("program", "function", "expected"),
     [
         (AgentProgram.load(f"{AGENTS}:ask"), "exact_match", 1.0),
-        (AgentProgram.load(f"{AGENTS}:ask_plainly"), "exact_match", 0.25),  # what it returned counts
-        (AgentProgram.command(f"{COMMAND} reward"), "exact_match", 0.125),  # or what it has set itself
+        (AgentProgram.load(f"{AGENTS}:ask_plainly"), "exact_match", 0.25),  # the returned reward counts
+        (AgentProgram.command(f"{COMMAND} reward"), "exact_match", 0.125),  # or the reward that the agent set
         (AgentProgram.command(f"{COMMAND} ask"), "exact_match", 1.0),
     ],
     ids=["function", "returned", "set", "command"],
@@ -136,7 +136,7 @@ async def test_an_unknown_reward_is_told_before_anything_runs(service: FakeSessi
     assert not service.sessions
 
 
-# --- failures ---------------------------------------------------------------------------------------------
+# Failures
 
 
 async def test_every_sample_has_one_record_though_agents_fail(service: FakeSessions) -> None:
@@ -205,7 +205,7 @@ async def test_a_service_that_goes_away_is_an_error_of_the_sample(service: FakeS
     assert (run.num_failed, run.num_lost) == (2, 2)
 
 
-# --- deadlines and cancellation ---------------------------------------------------------------------------
+# Deadlines and cancellation
 
 
 @pytest.mark.parametrize("name", ["never_ends", "hangs", "ignores_cancellation"])
@@ -213,7 +213,7 @@ async def test_the_deadline_ends_an_agent_whatever_it_does(service: FakeSessions
     program = AgentProgram.load(f"{AGENTS}:{name}", grace_s=0.2)
     began_at = asyncio.get_running_loop().time()
     _, records = await roll_out(service, program, tasks_of(3, timeout_s=0.5))
-    assert asyncio.get_running_loop().time() - began_at < 8  # the bad ones go on for 10 s
+    assert asyncio.get_running_loop().time() - began_at < 8  # the failing agents would run for 10 s
     for record in service.records:
         assert (record.stop_reason, record.is_complete) == (StopReason.DEADLINE, False)
     assert {record.error for record in records} == {"the agent did not finish within 0.5 s (limits.timeout_s)"}
@@ -228,7 +228,7 @@ async def test_newcomers_get_another_loop_than_one_that_ignores_cancellation(ser
 
 @pytest.mark.parametrize("order", ["hang", "leave"])
 async def test_no_process_outlives_its_command(service: FakeSessions, monkeypatch, order: str) -> None:
-    """It ignores SIGTERM, and has a child; or it ends well and leaves one behind."""
+    """The command either ignores SIGTERM and has a child process, or exits normally and leaves one behind."""
     marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
     monkeypatch.setenv(marker, "1")
     program = AgentProgram.command(f"{COMMAND} {order} {marker}", grace_s=0.3)
@@ -263,7 +263,7 @@ async def test_a_command_that_is_cancelled_while_it_starts_leaves_nothing(monkey
 
     async def slow_start(*arguments, **options):
         process = await start(*arguments, **options)
-        while len(pids_with(marker)) < 2:  # it has started one of its own
+        while len(pids_with(marker)) < 2:  # it has started a child process
             await asyncio.sleep(0.02)
         running.cancel()
         await asyncio.sleep(0.1)
@@ -278,7 +278,7 @@ async def test_a_command_that_is_cancelled_while_it_starts_leaves_nothing(monkey
     assert await asyncio.to_thread(processes_with, marker) == []
 
 
-# --- what an agent is given -------------------------------------------------------------------------------
+# Environment and arguments of an agent
 
 
 async def test_a_command_finds_what_it_needs_and_no_more(service, tmp_path: Path, monkeypatch) -> None:

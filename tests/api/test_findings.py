@@ -1,4 +1,4 @@
-"""Each cause that stops progress, staged as one snapshot of a service, is named first; a healthy one gives none."""
+"""The first finding names the cause that stops progress, for each cause; a healthy service has no findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schemas of answers name what the answers have."""
+"""The response schemas of the OpenAPI document match the responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: dict[str, Any] = {
 
 
 def unlike(value: Any, schema: dict[str, Any], schemas: dict[str, Any]) -> list[str]:
-    """Return the places where a value has other fields, or other kinds of values, than a schema says."""
+    """Return the paths at which a value has fields or value types that the schema does not have."""
     if "$ref" in schema:
         return unlike(value, schemas[schema["$ref"].rpartition("/")[2]], schemas)
     if "anyOf" in schema:

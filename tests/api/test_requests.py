@@ -114,7 +114,7 @@ def test_an_image_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedParameter, match="local image files"):
         check_body(local, TaskBody).to_task()
     assert check_body(local, TaskBody).to_task([tmp_path]).images == (picture(20, 20),)
-    # A task file is its user's own.
+    # A task file is local to the user, so it may refer to local images.
     (tmp_path / "tasks.jsonl").write_bytes(orjson.dumps(local))
     assert load_tasks(tmp_path / "tasks.jsonl")[0].images == (picture(20, 20),)
     for part in ({"type": "image_url"}, {"type": "video_url"}, {"type": "image_url", "image_url": {"url": 1}}):
@@ -152,7 +152,7 @@ def test_all_of_sampling_is_on_the_wire() -> None:
         weight_version=VersionDemand(3, 5, 1.5),
     )
     wire = codec.to_builtins(sampling)
-    assert wire.pop("score_from") is None  # a call of its own asks for scores
+    assert wire.pop("score_from") is None  # a client requests scores in a separate call
     body = changed(GENERATE, sampling=wire)
     request = parse_body(orjson.dumps(body), GenerateBody).to_request("id")
     assert request.sampling == sampling
@@ -190,7 +190,7 @@ def test_weights_come_from_one_source() -> None:
 def test_a_large_model_is_announced_in_little_time() -> None:
     tensors = [{"name": f"model.layers.{i}.weight", "dtype": "bfloat16", "shape": [8, 8]} for i in range(100_000)]
     data = orjson.dumps({"version": 1, "push": {**PUSH, "tensors": tensors}})
-    started_s = time.process_time()  # of the CPU: other work on the host does not count
+    started_s = time.process_time()  # CPU time, so that other work on the host does not count
     update = parse_body(data, WeightsBody).to_update()
     assert time.process_time() - started_s < 10  # measured: 0.3 s
     assert update.push is not None
@@ -219,7 +219,7 @@ TENSOR = PUSH["tensors"][0]
 
 
 def pushed(**changes: Any) -> dict[str, Any]:
-    """An update by a push whose first tensor is wrong."""
+    """A pushed update whose first tensor is invalid."""
     return {"version": 1, "push": changed(PUSH, tensors=[changed(TENSOR, **changes)])}
 
 
@@ -378,4 +378,4 @@ def test_an_integer_may_be_written_as_a_whole_float() -> None:
     found = [*read.token_ids, read.sampling.max_tokens, read.sampling.seed, read.sampling.logit_bias[0][0]]
     assert [(type(value), value) for value in found] == [(int, 1), (int, 2), (int, 4), (int, 7), (int, 3)]
     free = check_body({"id": "a", "name": "f", "arguments": {"x": 1.0}}, ToolCallBody)
-    assert repr(free.arguments["x"]) == "1.0"  # a value without a schema stays as it was written
+    assert repr(free.arguments["x"]) == "1.0"  # a value without a schema keeps its text

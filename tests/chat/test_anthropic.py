@@ -1,4 +1,4 @@
-"""Messages bodies, answers and events, held against the types of the anthropic package where it is installed."""
+"""Messages bodies, answers and events, validated with the types of the anthropic package if it is installed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HI = {"role": "user", "content": "hi"}
 
 @pytest.fixture(scope="module")
 def anthropic() -> Any:
-    """The SDK, in the process of these tests alone: its types take more than a second to import."""
+    """The Anthropic SDK, imported only in the process of these tests: its types take more than a second."""
     return pytest.importorskip("anthropic")
 
 
@@ -64,7 +64,7 @@ def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:
     return written_answer
 
 
-# --- requests ---------------------------------------------------------------------------------------------
+# Requests
 
 
 def test_a_conversation():
@@ -254,7 +254,7 @@ def test_a_count_needs_no_max_tokens():
     assert len(tools) == 1
 
 
-# --- answers ----------------------------------------------------------------------------------------------
+# Answers
 
 
 def test_the_whole_answer_is_a_message(anthropic: Any):

@@ -1,4 +1,4 @@
-"""A history may contain anything: metadata is ignored in every dialect, content is shown or refused by name."""
+"""Histories with unknown fields: metadata is ignored in every dialect; content is rendered or refused by name."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ METADATA: dict[str, Any] = {
 
 
 def marked(value: Any) -> Any:
-    """Add metadata to every object of a history but to its free values."""
+    """Add metadata to every object of a history except its free-form values."""
     if isinstance(value, list):
         return [marked(one) for one in value]
     if not isinstance(value, dict):
         return value
-    kept = ("input", "arguments", "source")  # a call's arguments, and the bytes of an image
+    kept = ("input", "arguments", "source")  # a call's arguments and the bytes of an image
     own = {key: one if key in kept else marked(one) for key, one in value.items()}
     return METADATA | own
 

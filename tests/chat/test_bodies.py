@@ -1,4 +1,4 @@
-"""The bodies of the OpenAI dialect: what is refused, with which name, and what is let through."""
+"""Request bodies of the OpenAI dialect: accepted fields, and refusals with the name of the field."""
 
 from __future__ import annotations
 

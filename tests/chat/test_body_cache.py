@@ -1,4 +1,4 @@
-"""Messages that are read once: what is found again is what reading it anew makes, and it takes bounded memory."""
+"""The cache of parsed messages: a cached message equals a newly parsed one, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_memory_is_bounded_and_what_is_in_use_stays() -> None:
         again = read_chat(data_of([kept, {"role": "user", "content": f"{number} " * 20}]), cache).messages[0]
         assert again is first
         most = max(most, len(cache.messages))
-    assert 100 < most < 600  # of 400 bytes and more each
+    assert 100 < most < 600  # each takes 400 bytes or more
     assert len(cache.messages) < 600
 
 
@@ -182,7 +182,7 @@ def test_bad_tools_are_refused_however_often_they_come(tools: Any) -> None:
 
 
 def test_the_bound_is_near_what_python_says() -> None:
-    """Also for short messages: orjson's bytes have 4 KiB allocated, however few they say they are."""
+    """The estimate also holds for short messages: orjson allocates 4 KiB for bytes that report a smaller size."""
     max_bytes = 1 << 20
     gc.collect()
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Images in bodies of chat completions: what they become, and what is refused by its place."""
+"""Images in bodies of chat completions: their parsed form, and refusals that name the field."""
 
 import json
 from typing import Any
@@ -39,14 +39,14 @@ def test_parts_become_a_message_and_its_images():
     cache = BodyCache()
     tool = {"role": "tool", "tool_call_id": "c", "content": [image(data_url(BLUE), detail="low"), text(" shot")]}
     data = data_of(user(text("Compare "), image(), image(data_url(BLUE)), text("a"), text("b")), tool)
-    for _ in range(2):  # read, and known
+    for _ in range(2):  # parsed, then found in the cache
         call = to_call(read_chat(data, cache), SEEING)
         first, second = call.messages
         assert (first.content, second.content) == ("Compare ab", " shot")
         assert first.images == (ImageRef(RED.sha256, 8), ImageRef(BLUE.sha256, 8))
         assert (second.role, second.tool_call_id, second.images) == ("tool", "c", (ImageRef(BLUE.sha256, 0),))
         assert call.images == (RED, BLUE)
-    # Texts without an image are lines, as ever.
+    # Texts without an image are still joined as lines.
     plain = to_call(read_chat(data_of(user(text("a"), text("b"))), cache), SEEING)
     assert (plain.messages[0].content, plain.images) == ("a\nb", ())
 

@@ -1,4 +1,4 @@
-"""The law of the echo: a field that the template does not render forks no path, in any dialect, for any family."""
+"""Echo property: a field that the template does not render forks no path, in any dialect and for any family."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shown_names(family: str) -> frozenset[str]:
 
 @dataclass
 class Drawn:
-    """Picks what an echo has beside what was said."""
+    """Draws the fields that an echo has in addition to the sampled reply."""
 
     draw: Any
 
@@ -59,7 +59,7 @@ class Drawn:
 
 
 def chat(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> ChatCall:
-    """A chat completion: the first one, or the one that echoes it and answers the call."""
+    """Return the first chat completion, or the one that echoes it and answers the call."""
 
     def named(role: str) -> dict[str, Any]:
         return drawn.some(name=drawn.draw(names)) if role in unseen else {}
@@ -102,7 +102,7 @@ def chat(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> ChatCall:
 
 
 def messages_of(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> ChatCall:
-    """An Anthropic call."""
+    """Return a Messages call."""
     cached = {"cache_control": {"type": "ephemeral"}}
 
     def text(said: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def messages_of(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> ChatC
 
 
 def responses_of(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> ChatCall:
-    """A call of the Responses API."""
+    """Return a Responses call."""
 
     def text(kind: str, said: str) -> Any:
         return drawn.one(said, [{"type": kind, "text": said, **drawn.some(annotations=[], logprobs=[])}])
@@ -176,7 +176,7 @@ def responses_of(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> Chat
 
 
 def echoed(first: ChatCall, second: ChatCall) -> tuple[Node, Match]:
-    """Where the second call goes on, once the first was answered with REPLY."""
+    """Return the node of REPLY, committed for the first call, and the match of the second call against it."""
     graph = TurnGraph()
     match = graph.match(first.messages, first.tools, keys=first.keys, tools_key=first.tools_key)
     one, none = np.zeros(1, np.int32), np.zeros(1, np.float32)

@@ -1,4 +1,4 @@
-"""Chat completions: bodies to calls, and answers held against the types of the openai package."""
+"""Chat completions: bodies to calls, and answers validated with the types of the openai package."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def result(*messages: Message, finish: FinishReason = FinishReason.STOP, split: 
 
 
 def pieces_of(answer: ChatResult) -> list[TurnPiece | ChatResult]:
-    """A stream of one-character pieces, the choices taking turns; its last items have no text."""
+    """Return a stream of one-character pieces that alternates between the choices; its last items have no text."""
     found: list[TurnPiece | ChatResult] = []
     for node in answer.choices:
         index, reply = node.choice_index, node.reply
@@ -140,11 +140,11 @@ def chunks_of(asked_body: ChatBody, answer: ChatResult, texts: TokenTexts) -> li
 
 
 def strictly(kind: Any, value: dict[str, Any]) -> Any:
-    """The value as the openai package's strict validation reads it."""
+    """Validate the value strictly with the openai package and return the result."""
     return STRICT._process_response_data(data=value, cast_to=kind, response=None)  # type: ignore[arg-type]
 
 
-# --- requests ---------------------------------------------------------------------------------------------
+# Requests
 
 
 def test_sampling() -> None:
@@ -315,7 +315,7 @@ def test_a_turn_with_tools_and_a_response_format_is_one_or_the_other() -> None:
     assert calls["tags"][0]["begin"].startswith("<tool_call>")
 
 
-# --- answers ----------------------------------------------------------------------------------------------
+# Answers
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ async def test_streamed_and_whole_answers_are_the_same(
 
 
 def test_a_streamed_call_is_one_entry_a_chunk(texts: TokenTexts) -> None:
-    """Clients that read the first entry of a chunk get all of a call, which may come in one piece."""
+    """A client that reads only a chunk's first entry receives the complete call, which may arrive in one piece."""
     deltas = tuple(
         delta
         for index in range(2)
@@ -441,7 +441,7 @@ def test_a_cut_call_keeps_its_name_and_what_there_is_of_its_arguments(texts: Tok
     [choice] = ChatWriter(body(), texts, 0).whole(result(message, finish=FinishReason.LENGTH))["choices"]
     [call] = choice["message"]["tool_calls"]
     assert (call["function"], choice["finish_reason"]) == ({"name": "find", "arguments": '{"q": "'}, "length")
-    for arguments in ('{"q": "', '{"INVALID_JSON": "{\\"q\\": \\""}'):  # pydantic-ai's echo is the second one
+    for arguments in ('{"q": "', '{"INVALID_JSON": "{\\"q\\": \\""}'):  # pydantic-ai echoes the second one
         echo = {**call, "function": {**call["function"], "arguments": arguments}}
         [again] = asked(messages=[{"role": "assistant", "tool_calls": [echo]}]).messages
         assert message_key(again) == message_key(message)
@@ -459,7 +459,7 @@ def test_tokens_are_text_and_bytes(renderer: TemplateRenderer, texts: TokenTexts
     assert "\ufffd" in parts[0]["token"]
 
 
-# --- completions ------------------------------------------------------------------------------------------
+# Completions
 
 
 def completion(**fields: Any) -> CompletionBody:

@@ -1,4 +1,4 @@
-"""Responses bodies, answers and events, held against the types of the openai package."""
+"""Responses bodies, answers and events, validated with the types of the openai package."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:
     return written_answer
 
 
-# --- requests ---------------------------------------------------------------------------------------------
+# Requests
 
 
 def test_text_and_instructions():
@@ -172,7 +172,7 @@ def test_other_tools_that_openai_runs_are_refused(fields, param):
 
 
 def test_what_codex_sends_is_taken():
-    """Of version 0.169, with its default configuration."""
+    """Requests of Codex 0.169 with its default configuration are accepted."""
     asked(
         tools=[LOOKUP, NAMESPACE, SEARCH],
         tool_choice="auto",
@@ -303,7 +303,7 @@ def test_harmless_fields_are_taken():
     )
 
 
-# --- answers ----------------------------------------------------------------------------------------------
+# Answers
 
 
 def test_the_whole_answer_is_a_response():
@@ -352,7 +352,7 @@ def test_a_stream_ends_with_the_whole_answer(name: str):
     adapter: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
     state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=omit)
     for event in events:
-        state.handle_event(adapter.validate_python(event))  # raises for events out of order
+        state.handle_event(adapter.validate_python(event))  # raises if events are out of order
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     final = events[-1]
     assert (final["type"], final["response"]) == ("response.completed", whole(result(message)))

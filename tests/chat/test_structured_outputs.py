@@ -1,4 +1,4 @@
-"""vLLM's own fields on chat completions: the form of an answer, and what no engine here can do."""
+"""vLLM's extra fields on chat completions: the structure of an answer, and fields that no engine here supports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every field of the request types of the installed openai and anthropic packages, against the body models.
+"""Every field of the request types in the openai and anthropic packages is checked against the body models.
 
-A `Table` lists what a client can send: served, ignored on purpose, or refused by name. A field or a kind of object
-that a newer package adds is in no list: the test fails and names it. The lists are also tried on the models.
+A `Table` lists the fields that a client can send: served, ignored on purpose, or refused by name. A field or a kind
+of object that a newer package adds is in no list, so the test fails and names it. The lists are also tried on the
+models.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Path = tuple[tuple[str, bool, dict[str, Any]], ...]
 
 @dataclass(frozen=True)
 class Table:
-    """The fields of one dialect by their places: a line is `place: fields`, the body itself is `.`."""
+    """The fields of one dialect by path. Each line is `path: fields`; the body itself is `.`."""
 
     served: str
     ignored: str
@@ -195,7 +196,7 @@ MESSAGES = Table(
     tools[]: web_search_20250305 web_search_20260209 web_search_20260318
     """,
 )
-NEEDED = {  # what makes an object be of its kind, besides the literals
+NEEDED = {  # fields that identify the kind of an object, in addition to its literals
     "input_image": {"image_url": "data:,"},
     "image": {"source": {"type": "url", "url": "data:,"}},
     "base64": {"media_type": "image/png", "data": "x"},
@@ -227,7 +228,7 @@ DIALECTS: dict[str, tuple[Any, Table, Any]] = {
 
 
 def objects_of(annotation: Any) -> Iterator[Any]:
-    """The TypedDicts in an annotation."""
+    """Return the TypedDicts in an annotation."""
     if is_typeddict(annotation):
         yield annotation
     for argument in () if is_typeddict(annotation) else get_args(annotation):
@@ -249,7 +250,7 @@ def place_of(path: Path) -> str:
 
 
 def refusal(kind: Any, path: Path, leaf: dict[str, Any]) -> InvalidRequest | None:
-    """What the model says of an object at a place."""
+    """Return the model's error for an object at a path, or None if the model accepts it."""
     value: Any = leaf
     for name, listed, own in reversed(path):
         value = {**own, name: [value] if listed else value}
@@ -262,7 +263,7 @@ def refusal(kind: Any, path: Path, leaf: dict[str, Any]) -> InvalidRequest | Non
 
 @dataclass
 class Walk:
-    """A walk over the types of one dialect, which collects what does not fit the table."""
+    """Walks the types of one dialect and collects the fields that the table does not cover."""
 
     kind: Any
     table: Table

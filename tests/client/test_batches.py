@@ -1,4 +1,4 @@
-"""Batches of a real service: the groups that are whole first make one, and what is left counts next, or ends."""
+"""Batches of a real service: the first complete groups form a batch; others follow later or are cancelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = itertools.count()
 
 
 class WaitsIfLong:
-    """A turn; before it, a task that is called long waits to be released."""
+    """A loop of one turn. A task named long-... waits until it is released before the turn."""
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         while rollout_task.task_id.startswith("long") and rollout_task.task_id not in RELEASED:
@@ -30,7 +30,7 @@ class WaitsIfLong:
 
 
 class LastSampleWaits:
-    """A turn of the first two samples; the third one never ends by itself."""
+    """A loop of one turn for the first two samples. The third sample ends only by cancellation."""
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         while ctx.trajectory_id.endswith("/2"):

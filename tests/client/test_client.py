@@ -1,4 +1,4 @@
-"""The client against the real front door on a real socket."""
+"""The client against the real HTTP app on a real socket."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_every_trajectory_comes_once_though_connections_are_cut(service: S
     assert len(keys) == len(set(keys)) == 160
     assert (
         sum(map(len, service.coordinator.groups.values())) == 40
-    )  # a submit whose answer was lost was repeated, and counted once
+    )  # the submit whose answer was lost was retried and counted once
 
 
 async def test_iteration_waits_for_work_in_progress_and_goes_on_where_it_was_left(service: Service) -> None:
@@ -115,7 +115,7 @@ async def test_a_deleted_record_ends_the_iteration_all_the_same(service: Service
         rollout = await client.submit(tasks_of(1), num_samples=3)
         [rollout_id] = rollout.rollout_ids
         service.coordinator.finished[rollout_id].pop(1)
-        service.coordinator.groups[rollout_id].clear()  # done, with one record less than accepted
+        service.coordinator.groups[rollout_id].clear()  # the rollout is done with one record less than accepted
         async with asyncio.timeout(20):
             assert len([trajectory async for trajectory in rollout]) == 2
 
@@ -199,7 +199,7 @@ async def test_overload_is_repeated_until_it_passes_or_the_budget_is_spent(servi
         service.coordinator.next_errors = [Overloaded("busy")] * 100
         with pytest.raises(Overloaded, match="busy"):
             await client.generate([1], max_tokens=1)
-        assert len(service.coordinator.next_errors) >= 98  # Retry-After is longer than the budget
+        assert len(service.coordinator.next_errors) >= 98  # Retry-After is longer than the time budget
 
 
 async def test_errors_arrive_as_their_own_class(service: Service) -> None:
@@ -351,7 +351,7 @@ async def test_what_was_iterated_is_acknowledged_page_by_page(service: Service) 
     async with client_of(service) as client:
         coordinator = service.coordinator
         rollout = await client.submit(tasks_of(3), num_samples=2)
-        await rollout.acknowledge()  # nothing was read yet
+        await rollout.acknowledge()  # nothing has been read yet
         assert coordinator.acknowledged == {}
         async for _ in rollout:
             await rollout.acknowledge()

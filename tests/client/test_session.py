@@ -1,4 +1,4 @@
-"""Sessions as their owner holds them, over the session routes on a real socket."""
+"""Sessions through the client's session object, over the session routes on a real socket."""
 
 from __future__ import annotations
 
@@ -152,10 +152,10 @@ async def test_the_direct_way_is_for_this_host_alone(service: FakeSessions, clie
     ("own", "direct", "may"),
     [
         ("http://127.0.0.1:8", "http://127.0.0.1:9", True),
-        ("http://localhost:8", "http://10.0.0.2:8", True),  # on a node of several
+        ("http://localhost:8", "http://10.0.0.2:8", True),  # on one node of several
         ("http://10.0.0.1:8", "http://10.0.0.2:8", True),
-        ("http://10.0.0.1:8", "http://127.0.0.1:9", False),  # of a service on another host
-        ("https://rollouts.example", "http://10.0.0.2:8", False),  # a proxy, perhaps
+        ("http://10.0.0.1:8", "http://127.0.0.1:9", False),  # a service on another host
+        ("https://rollouts.example", "http://10.0.0.2:8", False),  # possibly a proxy
     ],
 )
 def test_a_session_is_called_past_no_proxy(own: str, direct: str, may: bool) -> None:
@@ -170,7 +170,7 @@ async def test_retries_and_timeout_reach_the_openai_client(service: FakeSessions
 
 
 async def test_the_control_key_is_used_unseen(service: FakeSessions, client: RolloutClient) -> None:
-    """The service refuses rewards and ends without it, and the agent is given another."""
+    """The service refuses rewards and ends without the control key; the agent receives a different key."""
     async with client.session() as session:
         assert session.control_key == f"ck-{session.session_id}" != session.api_key
         await session.reward(0.5)
@@ -191,7 +191,7 @@ async def test_wrong_use_is_told_at_once(client: RolloutClient) -> None:
 
 
 async def test_a_trainer_follows_finished_sessions(service: FakeSessions, client: RolloutClient) -> None:
-    """It may begin before anything is there, and sees each record once."""
+    """The trainer may start before any session exists, and sees each record once."""
 
     async def play() -> None:
         for _ in range(3):
@@ -211,5 +211,5 @@ async def test_a_trainer_follows_finished_sessions(service: FakeSessions, client
 
 
 def test_no_http_library_of_openai_is_named() -> None:
-    """openai 2 has httpx inside, openai 3 another: neither may be ours to name."""
+    """openai 2 depends on httpx and openai 3 on another library, so our code may name neither."""
     assert "httpx" not in Path(agentloop.client.session.__file__).read_text()

@@ -1,4 +1,4 @@
-"""Adapters by name in a running service, in virtual time: pushes, places, versions, and restarts."""
+"""Named adapters in a running service, in virtual time: pushes, slots, versions and restarts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def engine_of(kind: type[E], clock: VirtualClock, num_places: int = 8) -> E:
 
 
 async def start_late(run: LiveRun, engine: E) -> E:
-    """Start an engine that no replica has registered yet (`register_late`)."""
+    """Start an engine that is not registered as a replica yet (see `register_late`)."""
     run.engines["sim://late"] = engine
     await engine.start()
     return engine
@@ -92,7 +92,7 @@ def records(run: LiveRun, rollout_id: str) -> list[Trajectory]:
 
 
 def num_foreign_tokens(record: Trajectory) -> int:
-    """Tokens that the record's adapter would not have sampled there under the version that it says."""
+    """Count the tokens that the recorded adapter version would not have sampled at their position."""
     num = 0
     for path in record.paths:
         ids, first = [*path.prompt_ids.tolist(), *path.response_ids.tolist()], len(path.prompt_ids)
@@ -123,7 +123,7 @@ def test_eight_tenants_push_beside_each_other_and_no_token_is_anothers(tmp_path:
             assert all(one.stop_reason is not StopReason.ENGINE_FAILED for one in found)
             assert sum(map(num_foreign_tokens, found)) == 0
             assert len({span.version for one in found for path in one.paths for span in path.weight_versions}) == 5
-            # No call is under two versions.
+            # No call spans two versions.
             turns = sum(len(path.turns) for one in found for path in one.paths)
             assert sum(len(path.weight_versions) for one in found for path in one.paths) <= turns
 
@@ -181,7 +181,7 @@ async def test_the_oldest_push_that_is_in_no_use_gives_its_place(clock: VirtualC
             await push(run, "e")
         for rollout_id in ("r", "s"):
             await run.until_done(rollout_id)
-        with pytest.raises(CheckpointUnreadable):  # what it took the place of is there again
+        with pytest.raises(CheckpointUnreadable):  # the version that the failed push replaced is served again
             await push(run, "e", directory=str(folder / "missing"))
         await submit(run, "t", talk(1), adapter="a")
         await run.until_done("t")
@@ -193,7 +193,7 @@ async def test_the_oldest_push_that_is_in_no_use_gives_its_place(clock: VirtualC
 
 @virtually
 async def test_a_rollout_lives_by_its_adapters_versions(clock: VirtualClock, folder: Path) -> None:
-    """By its staleness limit and its demands: of the base weights there is but version 0."""
+    """Its staleness limit and version demands use the adapter's versions; the base weights stay at version 0."""
     async with running(clock, folder, num_workers=1) as run:
         await push(run, "a", 5)
         limit = StalenessLimit(0, OnStale.FINISH)
@@ -223,7 +223,7 @@ async def test_replicas_that_join_and_a_restart_have_all_adapters(clock: Virtual
     async with running(clock, folder, num_engines=1, store=store) as run:
         for name, version in (("a", 1), ("b", 7), ("a", 2)):
             await push(run, name, version)
-    async with running(clock, folder, num_engines=2, store=store) as run:  # new processes, that hold nothing
+    async with running(clock, folder, num_engines=2, store=store) as run:  # new processes without adapters
         assert [(one.name, one.version) for one in await run.coordinator.adapters()] == [("b", 7), ("a", 2)]
         await submit(run, "r", talk(1), 20, adapter="a")
         await submit(run, "s", talk(1), 20, adapter="b")
@@ -264,7 +264,7 @@ async def test_an_adapter_whose_files_are_gone_keeps_no_replica_from_the_others(
 async def test_an_adapter_that_is_unloaded_while_a_replica_joins_is_held_nowhere(
     clock: VirtualClock, folder: Path
 ) -> None:
-    """Else the replica would keep its weights for the next push of that name and version."""
+    """Otherwise the replica would keep its weights for the next push of the same name and version."""
     async with running(clock, folder, num_engines=1, kind=SlowEngine) as run:
         for name in "ab":
             await push(run, name)
@@ -333,7 +333,7 @@ async def test_no_replica_unloads_an_adapter_that_a_rollout_uses(clock: VirtualC
 
 @virtually
 async def test_a_replica_keeps_no_other_content_under_a_served_version(clock: VirtualClock, folder: Path) -> None:
-    """The coordinator that knew of the other content has died."""
+    """The coordinator that knew about the other content has died."""
     store, folders = MemoryStore(), WeightFolders(folder / "weights", Random(0))
     async with running(clock, folder, num_engines=1, store=store) as run:
         await push(run, "a", 1, folders.folder_of("a"))
@@ -350,7 +350,7 @@ async def test_a_replica_keeps_no_other_content_under_a_served_version(clock: Vi
 
 @virtually
 async def test_a_push_while_no_replica_serves_does_not_exceed_the_places(clock: VirtualClock, folder: Path) -> None:
-    """Otherwise no replica could hold all served adapters, and none would join again."""
+    """Otherwise no replica could hold all served adapters, and none could rejoin."""
     store = SlowStore()
     async with running(clock, folder, num_places=2, num_engines=1, store=store) as run:
         gone = write_checkpoint(_made(folder / "gone"))
@@ -370,7 +370,7 @@ async def test_a_push_while_no_replica_serves_does_not_exceed_the_places(clock: 
 
 @virtually
 async def test_a_refused_push_leaves_what_is_held_to_its_calls(clock: VirtualClock, folder: Path) -> None:
-    """A replica that joins anew unloads nothing then, so it waits for no call."""
+    """A rejoining replica has no adapter to unload, so it does not wait for a call to end."""
     async with running(clock, folder) as run, asyncio.TaskGroup() as group:
         await push(run, "a")
         for name in ("a", "typo"):
@@ -398,7 +398,7 @@ async def test_no_report_names_the_adapters_of_others(clock: VirtualClock, folde
     async with running(clock, folder, num_places=2) as run, asyncio.TaskGroup() as group:
         await push(run, "alice~math")
         await push(run, "bob~secret")
-        for number in range(2):  # on one replica these pin two older versions
+        for number in range(2):  # calls on one replica pin two older versions
             sampling = SamplingParams(max_tokens=1500)
             call = GenerateRequest(f"c{number}", (5, 6), sampling, 500.0, adapter="bob~secret")
             group.create_task(run.engines["sim://a"].generate(call))
@@ -450,7 +450,7 @@ class SlowStore(MemoryStore):
 
 
 class SlowEngine(SimulatedEngine):
-    """Takes time for its adapters."""
+    """An engine whose adapter loads take time."""
 
     load_s = unload_s = 0.0
     unloaded: tuple[str, ...] = ()
@@ -466,7 +466,7 @@ class SlowEngine(SimulatedEngine):
 
 
 class ToldEngine(SimulatedEngine):
-    """Keeps the names of the adapters that calls came under."""
+    """Records the adapter names of its calls."""
 
     adapters: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""What of the desired state reaches the store, and in which order."""
+"""The parts of the desired state that reach the store, and their order."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from agentloop.fleet.desired_state import SavedValue
 
 
 class SlowStore:
-    """Writes in the order of the calls, also those whose caller has given up."""
+    """Writes in call order, including the writes whose caller has given up."""
 
     def __init__(self):
         self.value = None
@@ -36,7 +36,7 @@ async def test_a_value_is_owed_until_no_other_can_come_after_it():
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await saved.save_pending()
-    saved.owe("served")  # the intent is taken back; its write is still on its way
+    saved.owe("served")  # the intent is withdrawn while its write is in progress
     await store.write_next()
     await first
     await store.write_next()
@@ -47,7 +47,7 @@ async def test_a_value_is_owed_until_no_other_can_come_after_it():
     await again
     assert store.value == "served"
     await saved.save_pending()
-    assert not store.calls  # nothing is owed any more
+    assert not store.calls  # nothing is pending any longer
 
 
 async def test_what_the_store_refuses_stays_owed():
@@ -61,7 +61,7 @@ async def test_what_the_store_refuses_stays_owed():
 
     saved = SavedValue(0, save)
     await saved.save_pending()
-    assert values == []  # nothing was owed
+    assert values == []  # nothing was pending
     saved.owe(1)
     with pytest.raises(OSError, match="no room"):
         await saved.save_pending()

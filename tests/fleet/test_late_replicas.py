@@ -1,4 +1,4 @@
-"""Bringing replicas to the fleet's weights outside an update."""
+"""Replicas catch up with the fleet's weights outside an update."""
 
 import asyncio
 from dataclasses import replace
@@ -41,12 +41,12 @@ async def test_a_late_joiner_is_brought_to_the_fleets_version(clock):
 @virtual
 async def test_a_replica_at_the_fleets_version_is_only_resumed(clock):
     site = FleetSite(clock)
-    engine = site.register("a", version=0)  # its own version is the fleet's, because there is no other
-    engine.is_paused = True  # an earlier coordinator died with the replica paused
+    engine = site.register("a", version=0)  # its version becomes the fleet's, as no other replica exists
+    engine.is_paused = True  # an earlier coordinator died while the replica was paused
     assert await site.late.bring_up("a")
     assert engine.calls == ["resume"]
     assert site.placeable() == ["a"]
-    assert await site.late.bring_up("a")  # nothing to do
+    assert await site.late.bring_up("a")  # no work is needed
     assert engine.calls == ["resume"]
 
 
@@ -78,7 +78,7 @@ async def test_a_stage_that_hangs_is_given_up_after_a_stragglers_time(clock):
     late.seconds = {"stage": 1e9}
     catching_up = asyncio.create_task(site.late.bring_up("late"))
     await clock.sleep(1.0)
-    late.seconds = {}  # of the next attempt: only this one hangs
+    late.seconds = {}  # applies to the next attempt: only this one hangs
     assert await catching_up
     assert late.calls.count("stage") == 2
     assert clock.now() - begun_at < CONFIG.straggler_grace_s + 2.0 * 5.0 + CONFIG.max_backoff_s < 100.0
@@ -196,13 +196,14 @@ async def test_a_replica_that_registers_anew_during_its_commit_is_not_believed(c
     site.fleet.deregister("b")
     site.fleet.register(replace(bad.registration(), weight_version=2), clock.now())
     assert (await updating).replicas[1].error is not None
-    assert site.fleet.get("b").weight_version is None  # its commit was cut: only another one makes it known
+    # its commit was interrupted: the version stays unknown until the next commit
+    assert site.fleet.get("b").weight_version is None
     bad.seconds = {}
     assert await site.late.bring_up("b")
     assert bad.weight_version == 2
 
 
-# --- pushed weights, which cannot be had again from their process ---
+# Pushed weights, which their trainer process cannot send again
 
 
 def offering(site, replica_id, token="relay"):
@@ -217,7 +218,8 @@ async def test_pushed_weights_come_from_a_replica_that_holds_them(clock):
     offering(site, "b")
     late = site.register("late", version=0)
     assert await site.late.bring_up("late")
-    assert site.engines["a"].calls[-1] == site.engines["b"].calls[-1] == "offer"  # a had none to give
+    # replica a had no weights to offer
+    assert site.engines["a"].calls[-1] == site.engines["b"].calls[-1] == "offer"
     (update,) = late.updates
     assert (update.version, update.push.token, update.push.num_receivers) == (1, "relay", SLEEPER.num_workers)
     assert late.calls[2] == "pause:keep:recompute"
@@ -308,7 +310,7 @@ async def test_after_a_restart_pushed_weights_come_from_those_who_hold_them(cloc
     assert holder.weight_version == late.weight_version == 4
 
 
-# --- the weights that engines load at their start ---
+# The weights that engines load at startup
 
 
 @virtual
@@ -342,7 +344,7 @@ def test_a_commit_that_ends_after_its_update_has_failed_makes_nothing_the_fleets
         site.engines["a"].fail("commit", times=1)
         with pytest.raises(WeightUpdateFailed):
             await site.push(1)
-        site.fleet.deregister("a")  # silent while the commit ended after all
+        site.fleet.deregister("a")  # silent, although the commit completed
         site.fleet.register(replace(site.engines["a"].registration(), weight_version=1), clock.now())
         assert site.fleet.weight_version == version
         assert site.placeable() == []
@@ -365,7 +367,7 @@ async def test_a_commit_that_ends_after_its_coordinator_has_died_is_not_resumed(
     assert (engine.weight_version, site.placeable()) == (1, ["a", "b"])
 
 
-# --- a served directory that was deleted ---
+# A served directory that was deleted
 
 
 @virtual

@@ -1,4 +1,4 @@
-"""Weights that make noise: refused by the replica that is asked first, while the fleet stays where it was."""
+"""Broken weights are refused by the canary replica, and the fleet keeps its weights."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ NOISE = 2
 
 
 class NoisySite:
-    """A fleet of simulated engines that know a version for noise, each with a request in flight."""
+    """A fleet of simulated engines that treat one version as broken weights, each with a request in flight."""
 
     def __init__(self, clock, folder, *names):
         self.clock, self.folder = clock, folder
@@ -38,7 +38,7 @@ class NoisySite:
         self.fleet = Fleet()
         self.sync = ReplicaSync(self.fleet, lambda url: self.engines[url[-1]], clock, CONFIG)
         self.late = LateReplicas(self.sync, self.fleet, clock)
-        self.records = {}  # of each replica what its request has given out
+        self.records = {}  # the outputs of each replica's request
 
     async def start(self):
         for name, engine in self.engines.items():
@@ -81,7 +81,7 @@ def test_the_first_refuses_noise_and_the_fleet_stays_where_it_was(tmp_path):
         await clock.sleep(0.2)
         updating = asyncio.create_task(site.update(NOISE))
         await clock.sleep(LOOK_S / 2)
-        assert (site.fleet.weight_version, site.placeable()) == (1, ["b", "c"])  # while one is asked
+        assert (site.fleet.weight_version, site.placeable()) == (1, ["b", "c"])  # during the canary check
         assert [engine.weight_version for engine in site.engines.values()] == [NOISE, 1, 1]
         with pytest.raises(
             WeightsRefused,
@@ -93,7 +93,7 @@ def test_the_first_refuses_noise_and_the_fleet_stays_where_it_was(tmp_path):
         assert (site.fleet.weight_version, site.placeable()) == (1, ["b", "c"])
         assert site.fleet.get("a").state is ReplicaState.QUARANTINED
         assert "the weights of version 2 are broken" in site.fleet.get("a").error
-        assert await site.late.bring_up("a")  # with the weights of before
+        assert await site.late.bring_up("a")  # the previous weights are loaded
         assert site.placeable() == ["a", "b", "c"]
         await asyncio.gather(sampling["b"], sampling["c"])
         assert site.versions() == {"a": {1}, "b": {1}, "c": {1}}
@@ -118,7 +118,7 @@ def test_tokens_wait_for_the_look_and_the_others_for_the_first(tmp_path):
         assert (site.fleet.weight_version, site.placeable()) == (3, ["a"])
         report = await updating
         assert [one.error for one in report.replicas] == [None, None]
-        assert report.stall_ms == pytest.approx(0.0, abs=1.0)  # sampling went on
+        assert report.stall_ms == pytest.approx(0.0, abs=1.0)  # sampling continued
         assert [one.canary_ms for one in report.replicas] == pytest.approx([LOOK_S * 1e3] * 2)
         assert report.total_ms == pytest.approx(2 * LOOK_S * 1e3, abs=1.0)
         await asyncio.gather(*sampling.values())

@@ -117,12 +117,12 @@ def test_failed_calls_make_suspect_until_a_generation_proves_it_good():
     ready(fleet)
     for now in range(CONFIG.max_failures - 1):
         fleet.report_failure("a", now)
-        fleet.heartbeat("a", ReplicaReport(Load(), True), now)  # clears nothing
+        fleet.heartbeat("a", ReplicaReport(Load(), True), now)  # clears no failure
     assert fleet.placeable()
     fleet.report_failure("a", 3.0)
     assert state(fleet) is ReplicaState.SUSPECT
     assert "3 calls" in fleet.get("a").error
-    fleet.heartbeat("a", ReplicaReport(Load(), True, num_answered=5), 4.0)  # what callers got before it hung
+    fleet.heartbeat("a", ReplicaReport(Load(), True, num_answered=5), 4.0)  # answered before the replica hung
     assert state(fleet) is ReplicaState.SUSPECT
     (suspect,) = fleet.to_probe()
     fleet.probe_answered(suspect)
@@ -310,7 +310,7 @@ def test_a_move_that_is_not_in_the_table_is_a_bug():
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """Whatever happens, in whatever order: traffic goes to current, admitted replicas only."""
+    """Traffic goes only to current, admitted replicas after any sequence of events."""
 
     names = st.sampled_from("abc")
     versions = st.sampled_from([None, 0, 1, 2])

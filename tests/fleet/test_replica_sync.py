@@ -1,4 +1,4 @@
-"""The whole fleet frozen, asleep and awake again: who follows, who does not, and what each order costs."""
+"""Pause, sleep and wake-up of the whole fleet: replicas that follow or fail, and the duration of each order."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ def states(site):
     return {replica.replica_id: replica.state.value for replica in site.fleet.replicas}
 
 
-# --- pause and resume ---
+# Pause and resume
 
 
 @virtual
@@ -78,7 +78,7 @@ def test_who_does_not_follow_an_order_is_named_and_gets_it_again_as_it_joins_ane
         assert await site.late.bring_up("b")
         assert site.engines["b"].is_paused == is_paused
         assert site.fleet.get("b").error is None
-        assert "stage" not in site.engines["b"].calls  # its weights were never in doubt
+        assert "stage" not in site.engines["b"].calls  # its weights were always known
 
     test()
 
@@ -97,13 +97,13 @@ async def test_who_does_not_follow_an_order_while_it_is_brought_up_is_left_to_th
     with pytest.raises(EngineLost, match="b: pause"):
         await pausing
     await clock.sleep(1.0)
-    assert site.fleet.get("b").weight_version is None  # within its commit
+    assert site.fleet.get("b").weight_version is None  # during its commit
     assert site.state("b") is ReplicaState.UPDATING
     assert await bringing
     assert engine.is_paused
 
 
-# --- level 1 ---
+# Sleep level 1
 
 
 @virtual
@@ -226,11 +226,11 @@ async def test_a_replica_that_joins_a_sleeping_fleet_sleeps_and_is_brought_up_wh
     await site.sync.sleep(1)
     late = site.register("late", version=0)
     assert not await site.late.bring_up("late")
-    assert site.calls("late") == ["sleep:1"]  # its memory is not used to stage into
+    assert site.calls("late") == ["sleep:1"]  # sleeping memory is not used for staging
     assert states(site) == {"a": "asleep", "late": "asleep"}
     await site.sync.wake(ALL_MEMORY)
     assert states(site) == {"a": "ready", "late": "joining"}
-    assert late.is_paused  # old weights are not resumed
+    assert late.is_paused  # a replica with old weights is not resumed
     assert await site.late.bring_up("late")
     assert (late.weight_version, late.is_paused) == (1, False)
     assert site.placeable() == ["a", "late"]
@@ -365,7 +365,7 @@ async def test_a_sleep_cut_short_leaves_no_replica_in_between(clock):
     assert site.placeable() == ["a"]
 
 
-# --- level 2 ---
+# Sleep level 2
 
 
 @virtual
@@ -385,7 +385,7 @@ async def test_discarded_weights_come_back_from_where_they_came(clock):
     ]
     assert site.placeable() == ["a", "b"]
     assert site.fleet.weight_version == 1
-    assert [report.version for report in site.sync.reports] == [1]  # that was no update
+    assert [report.version for report in site.sync.reports] == [1]  # a sleep is not reported as an update
 
 
 @virtual
@@ -455,7 +455,7 @@ async def test_a_wake_whose_weights_cannot_be_read_can_be_tried_again(clock):
     assert site.placeable() == ["a"]
 
 
-# --- updates of a sleeping fleet ---
+# Updates of a sleeping fleet
 
 
 @virtual
@@ -488,7 +488,7 @@ async def test_after_an_update_who_cannot_take_its_cache_back_only_has_to_be_wok
     site = sleepers(clock, "a", "b")
     await site.sync.sleep(1)
     bad = site.engines["b"]
-    bad.fail("wake", after=1)  # weights yes, cache no
+    bad.fail("wake", after=1)  # the weights wake up, the cache does not
     report = await site.push(1)
     assert [one.error is None for one in report.replicas] == [True, False]
     assert states(site) == {"a": "ready", "b": "joining"}
@@ -518,7 +518,7 @@ async def test_a_replica_that_slept_through_the_wake_is_woken_before_it_stages(c
     site = sleepers(clock, "a")
     await site.update(1)
     engine = FakeEngine(clock, "fake://late", 0, SLEEPER)
-    engine.asleep = ALL_MEMORY  # an earlier coordinator put it to sleep, and died
+    engine.asleep = ALL_MEMORY  # an earlier coordinator died after it put the replica to sleep
     site.engines["late"] = engine
     site.fleet.register(engine.registration(), clock.now())
     assert await site.late.bring_up("late")

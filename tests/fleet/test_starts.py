@@ -1,4 +1,4 @@
-"""Starts that ask before they take memory."""
+"""Engine starts that request permission before they take memory."""
 
 from agentloop.fleet.starts import SILENT_AFTER_S, Starts
 
@@ -10,7 +10,7 @@ def test_a_start_waits_for_the_wake_and_then_loads_until_it_joins():
     assert [(one.waiting_s, one.reason) for one in starts.statuses(4.0)] == [(4.0, "the fleet sleeps")]
     assert starts.ask("a", 5.0, is_asleep=False)
     assert starts.under_way == ("a",)
-    assert starts.ask("a", 6.0, is_asleep=True)  # it has taken the memory already
+    assert starts.ask("a", 6.0, is_asleep=True)  # it holds the memory already
     assert starts.statuses(6.0)[0].reason == ""
     starts.ended("a")
     assert (starts.under_way, starts.statuses(7.0)) == ((), ())

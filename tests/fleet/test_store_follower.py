@@ -1,4 +1,4 @@
-"""When a follower of a store updates the fleet, when it leaves it alone, and what it then says."""
+"""A follower of a store: the conditions under which it updates the fleet, and its status otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCE = PublishedSource("/store", "run-1")
 
 
 class Site:
-    """A store and a fleet: what they have, and what was asked of the fleet."""
+    """A store and a fleet: their versions, and the updates that were requested of the fleet."""
 
     def __init__(self, poll_s: float = 5.0) -> None:
         self.latest: int | Exception = 0
@@ -28,7 +28,7 @@ class Site:
         self.begin_anew()
 
     def begin_anew(self, source: PublishedSource = SOURCE) -> None:
-        """As a new coordinator, which follows `source`."""
+        """Start as a new coordinator that follows `source`."""
         store, log = FollowedStore(source, self._read, self._poll_s), structlog.get_logger()
         is_asleep = lambda: self.is_asleep  # noqa: E731
         self.follower = StoreFollower(store, lambda: self.served, is_asleep, self._update, self._save, log)
@@ -60,7 +60,7 @@ async def test_it_follows_the_pointer_forward_and_says_that_it_went_back() -> No
     await site.follower.look()
     assert site.follower.status.error.startswith("pointer_went_back")
     site.latest = 3
-    site.served = 1  # the operator has gone back by hand
+    site.served = 1  # the operator has rolled back manually
     await site.follower.look()
     assert (site.asked, site.follower.status.error) == ([3], ""), "which holds until the next version"
     site.begin_anew()
@@ -92,7 +92,7 @@ async def test_a_version_that_fails_is_tried_ever_later_and_the_next_one_at_once
     assert (site.served, site.follower.status.error) == (4, "")
     site.latest, site.failure = 5, ChecksumMismatch("tensor w")
     assert [await site.follower.look() for _ in range(2)] == [5.0, 10.0]
-    site.served = 5  # by a push
+    site.served = 5  # through a push
     assert await site.follower.look() == 5.0, "no update fails any more"
     site.served = 4
     assert (await site.follower.look(), site.asked[-2:]) == (5.0, [5, 5]), "an older version by hand holds here too"

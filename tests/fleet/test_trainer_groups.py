@@ -1,4 +1,4 @@
-"""Trainers' groups over a fleet: ranks, states, and who fails."""
+"""Trainer groups over a fleet: ranks, states and failures."""
 
 import asyncio
 from dataclasses import replace
@@ -204,12 +204,12 @@ async def test_a_trainer_that_vanishes_changes_nothing(clock):
         await groups.end_transfer("g")
     assert orders(site, LeaveGroup) == {"a": [LeaveGroup("g")]}
     assert (site.placeable(), site.engines["a"].weight_version) == (["a"], 0)
-    await groups.init_group(group(world_size=2))  # the next one begins anew
+    await groups.init_group(group(world_size=2))  # the next group starts fresh
 
 
 @virtual
 async def test_a_group_that_has_lost_a_replica_is_made_again(clock):
-    """It is gone, or its calls fail: a broadcast would wait for it for ever."""
+    """A lost or failing replica would block every broadcast indefinitely."""
     for num_failures in (0, 3):
         site = FleetSite(clock, "a", "b")
         groups = groups_of(site)

@@ -1,4 +1,4 @@
-"""A weight version is its number and its content: replicas that have other bytes under it do not serve."""
+"""A weight version is a number and a content: a replica that has other bytes under the number does not serve."""
 
 import asyncio
 import shutil
@@ -25,7 +25,7 @@ KEEP = KVPolicy.KEEP
 
 
 def write(folder: Path, seed: int, name: str = "model.safetensors", **tensors: np.ndarray) -> Path:
-    """Random weights, larger than one piece of a read."""
+    """Write random weights that are larger than one piece of a read."""
     rng = np.random.default_rng(seed)
     tensors = tensors or {key: rng.integers(0, 2**14, (600, 1000), np.uint16) for key in ("a", "b")}
     folder.mkdir(exist_ok=True)
@@ -35,7 +35,7 @@ def write(folder: Path, seed: int, name: str = "model.safetensors", **tensors: n
 
 
 class Site(FleetSite):
-    """A fleet of simulated engines that read `model`; with `can_relay` they send each other their weights."""
+    """A fleet of simulated engines that read `model`. With `can_relay` they send each other their weights."""
 
     def __init__(self, clock, model: Path, *, can_relay: bool = True) -> None:
         super().__init__(clock, initial=(WeightUpdate(0, str(model)), KEEP))
@@ -43,7 +43,7 @@ class Site(FleetSite):
         self.wire = Wire(clock, can_relay=can_relay)
 
     async def start(self, replica_id: str, **parts) -> SimulatedEngine:
-        """Start a replica's process, also one that was there before."""
+        """Start a replica's process, or restart it."""
         self.fleet.deregister(replica_id)
         receiver = parts.setdefault("weight_source", Receiver(self.wire))
         engine = SimulatedEngine(SimulatedSpec(model=self.model), clock=self.clock, **parts)
@@ -73,14 +73,14 @@ async def two_replicas(clock, tmp_path: Path, **options) -> Site:
 
 
 async def refusal(site: Site, replica_id: str) -> str:
-    """Why a replica does not come up."""
+    """Return the error that prevents a replica from joining."""
     with pytest.raises(CheckpointUnreadable):
         await site.late.bring_up(replica_id)
     assert site.state(replica_id) is ReplicaState.JOINING
     return site.fleet.get(replica_id).error or ""
 
 
-# What a trainer does to the folder after the push of version 5; the second is the same size, mtime and inode.
+# Changes that a trainer makes to the folder after the push of version 5. The second keeps size, mtime and inode.
 CHANGES = {
     "rewritten": lambda folder: write(folder, 2),
     "one bit": lambda folder: flip(folder / "model.safetensors"),
@@ -115,7 +115,7 @@ def test_a_late_replica_of_a_rewritten_folder_copies_from_a_peer_or_is_refused(t
             assert "version 5" in error
             assert str(latest.name) in error
             assert site.placeable() == ["a"]
-            await site.push_folder(6, write(tmp_path / "next", 3))  # the way out
+            await site.push_folder(6, write(tmp_path / "next", 3))  # a new version resolves the refusal
             assert site.placeable() == ["a", "b"]
 
     test()
@@ -148,7 +148,7 @@ def test_a_repeat_is_recognized_by_its_content(tmp_path):
         latest = write(tmp_path / "latest", 1)
         report = await site.push_folder(5, latest)
         assert await site.push_folder(5, latest) == report
-        write(latest, 1)  # the same bytes, and another mtime
+        write(latest, 1)  # the same bytes with another mtime
         assert await site.push_folder(5, latest) == report
         assert await site.push_folder(5, write(tmp_path / "copy", 1)) == report
         served = site.engines["a"].weight_digest
@@ -165,14 +165,14 @@ def test_a_repeat_is_recognized_by_its_content(tmp_path):
 
 
 class SummedReceiver(Receiver):
-    """A receiver of pushes whose token is their content, behind a number."""
+    """A receiver of pushes whose tokens are a number followed by their content."""
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         return StageReport(StagingDevice.HOST, "shm", digest=f"sums:{update.push.token.partition(' ')[2]}")
 
 
 def test_a_version_that_no_replica_holds_any_more_keeps_its_content(tmp_path):
-    """Otherwise records of one version would be of two contents."""
+    """Otherwise records of one version could have two contents."""
 
     @virtual
     async def test(clock):
@@ -200,7 +200,7 @@ def test_a_repeated_push_is_compared_by_its_senders_checksums(tmp_path):
             await site.start(name, weight_source=SummedReceiver(site.wire))
             assert await site.late.bring_up(name)
         report = await site.push(5, token="1 good")
-        assert await site.push(5, token="1 good") == report  # the call again: nothing is sent any more
+        assert await site.push(5, token="1 good") == report  # the repeated call sends nothing
         assert await site.push(5, token="2 good") == report
         with pytest.raises(Conflict, match=r"version 5 is served with digest sums:good.*sums:other"):
             await site.push(5, token="3 other")
@@ -238,12 +238,12 @@ def test_a_repeat_reads_contents_only_if_a_files_stamp_changed(tmp_path):
 def test_a_folder_that_changes_while_it_is_staged_is_refused_by_its_file(tmp_path, at):
     latest = write(tmp_path / "latest", 1)
     reading = read_files(str(latest))
-    reading.send(None)  # up to its first piece
+    reading.send(None)  # reads the first piece
     checkpoint = inspect_checkpoint(str(latest))
     write(latest, 2, at, c=np.ones(3, np.uint16))
     with pytest.raises(CheckpointUnreadable, match=f"{at} in .*latest changed"):
-        list(iter(partial(reading.send, None), read_files))  # to its end
-    if at == "more.safetensors":  # else the header that was read is another file's
+        list(iter(partial(reading.send, None), read_files))  # reads the rest
+    if at == "more.safetensors":  # otherwise the header that was read belongs to another file
         with pytest.raises(CheckpointUnreadable, match=f"{at} in .*latest changed"):
             read_contents(str(latest), checkpoint)
 
@@ -288,7 +288,7 @@ async def test_a_stored_version_without_a_digest_takes_that_of_the_first_replica
 
 
 def test_an_adapters_name_and_version_are_of_one_content(tmp_path):
-    """Its scaling is in its configuration, which counts too."""
+    """The adapter's scaling is part of its configuration, so the digest covers the configuration."""
 
     @virtual
     async def test(clock):
@@ -299,7 +299,8 @@ def test_an_adapters_name_and_version_are_of_one_content(tmp_path):
         push = partial(Adapter, "a", 1, str(folder))
         digest = (await engine.load_adapter(push())).digest
         (folder / ADAPTER_CONFIG).write_text('{"lora_alpha": 16}')
-        assert (await engine.load_adapter(push(digest))).digest == digest  # held, so that nothing is read
+        # the adapter is loaded, so nothing is read
+        assert (await engine.load_adapter(push(digest))).digest == digest
         await engine.unload_adapter("a")
         with pytest.raises(ChecksumMismatch, match="has changed: its digest is"):
             await engine.load_adapter(push(digest))

@@ -1,4 +1,4 @@
-"""The order of an update, and what every way to fail leaves behind. Hangs and deadlines run in virtual time."""
+"""The order of an update's steps and the state after every failure. Hangs and deadlines run in virtual time."""
 
 import asyncio
 from dataclasses import replace
@@ -184,7 +184,7 @@ async def test_stages_that_fail_for_other_reasons_change_nothing_either(clock):
     site.engines["b"].fail("stage")
     with pytest.raises(WeightUpdateFailed, match="no answer within 100 s"):
         await site.update(1)
-    assert site.state("a") is ReplicaState.QUARANTINED  # its silence kept the other waiting
+    assert site.state("a") is ReplicaState.QUARANTINED  # its silence delayed the other replica
     assert site.placeable() == ["b"]
     assert clock.now() == pytest.approx(100.0)
 
@@ -207,7 +207,7 @@ def test_one_replica_fails_and_the_others_go_on(verb, is_hung):
         assert errors["good"] is None
         assert errors["bad"].startswith(f"{verb}: ")
         assert ("no answer" in errors["bad"]) == is_hung
-        # Of unknown weights is only one whose commit failed; the stage of another may have blocked the transfer.
+        # Weights are unknown only after a failed commit. A failed stage may also be caused by another replica.
         is_quarantined = verb in ("stage", "commit")
         assert site.state("bad") is (ReplicaState.QUARANTINED if is_quarantined else ReplicaState.JOINING)
         assert site.placeable() == ["good"]
@@ -216,7 +216,7 @@ def test_one_replica_fails_and_the_others_go_on(verb, is_hung):
         assert site.fleet.get("bad").weight_version == versions[verb]
         if verb in ("pause", "commit"):
             assert "resume" not in bad.calls  # never resumed on unknown weights
-        # It comes back through a commit of the fleet's version, or with it.
+        # It rejoins through a commit of the fleet's version.
         bad.failures, bad.hangs, bad.calls = {}, set(), []
         assert await site.late.bring_up("bad")
         assert bad.calls == [*([] if verb == "resume" else ["stage", "pause:keep:keep", "commit"]), "resume"]
@@ -251,8 +251,8 @@ def test_a_replica_whose_commit_has_lost_its_answer_is_asked_once_more(num_lost)
     async def test(clock):
         site = FleetSite(clock, "a")
         engine = site.engines["a"]
-        engine.fail("resume", times=num_lost)  # in the commit's call
-        if num_lost > 1:  # what it holds is not known
+        engine.fail("resume", times=num_lost)  # in the commit call
+        if num_lost > 1:  # the contents of the lost replica are unknown
             with pytest.raises(WeightUpdateFailed, match="a: commit: "):
                 await site.update(1)
             assert site.state("a") is ReplicaState.QUARANTINED
@@ -295,7 +295,7 @@ async def test_the_first_commit_decides_even_if_nobody_goes_on_at_once(clock):
 @virtual
 async def test_who_failed_in_the_pause_of_a_failed_update_only_has_to_be_resumed(clock):
     site = FleetSite(clock, "a", "b")
-    await site.push(1)  # nobody could bring these weights again
+    await site.push(1)  # no process could send these weights again
     for engine in site.engines.values():
         engine.hangs, engine.calls = {"pause"}, []
     with pytest.raises(WeightUpdateFailed, match="a: pause: no answer within 10 s; b: pause: "):
@@ -327,7 +327,8 @@ def test_where_all_fail_for_the_sake_of_one_that_one_is_quarantined(culprit):
         await site.push(1, token="again")
         told = [site.engines[name].updates[-1].push for name in "abc"]
         assert {(push.num_receivers, push.num_optional) for push in told} == {(2, 1)}
-        assert [push.is_optional for push in told] == [False, False, True]  # nobody waits for it
+        # the update does not wait for the optional replica
+        assert [push.is_optional for push in told] == [False, False, True]
 
     test()
 
@@ -473,7 +474,7 @@ async def test_forced_the_fleet_goes_back_and_no_kv_is_kept(clock):
     assert (report.version, report.previous_version, report.kv_policy) == (900, 950, KVPolicy.RECOMPUTE)
     assert site.calls("a") == ["stage", "pause:keep:recompute", "commit:resumes", "resume"]
     assert (site.fleet.weight_version, site.placeable()) == (900, ["a", "b"])
-    late = site.register("late", version=950)  # it missed the way back
+    late = site.register("late", version=950)  # it missed the rollback
     assert await site.late.bring_up("late")
     assert late.calls == ["stage", "pause:keep:recompute", "commit", "resume"]
     assert (await site.update(901)).kv_policy is KEEP
@@ -488,7 +489,7 @@ async def test_the_latest_reports_are_kept(clock):
 
 
 def test_with_simulated_engines(tmp_path):
-    """A generation in flight goes on over the swap, and a failed commit is repaired by catching up."""
+    """A generation in flight continues through the swap, and a replica with a failed commit catches up."""
 
     @virtual
     async def test(clock):
@@ -540,7 +541,7 @@ def test_a_replica_with_calls_for_the_version_before_switches_last_and_pauses_no
         asked = {
             "a": sampling(100, exact_version=0),  # ends within the grace
             "b": sampling(1000, exact_version=0),  # does not
-            "c": sampling(1000, min_version=0),  # goes on over the update
+            "c": sampling(1000, min_version=0),  # continues through the update
         }
         generating = {
             name: asyncio.create_task(engines[name].generate(GenerateRequest(name, (1, 2, 3), one)))
@@ -570,7 +571,7 @@ def test_a_replica_with_calls_for_the_version_before_switches_last_and_pauses_no
 
 @pytest.mark.parametrize("is_one_phase", [False, True])
 def test_a_push_to_simulated_engines_whose_trainer_dies(is_one_phase):
-    """Nothing half-received is served; the one that joins late gets the weights from one that has them."""
+    """Partially received weights are never served; a late replica receives them from a replica that has them."""
 
     @virtual
     async def test(clock):
@@ -610,7 +611,7 @@ def test_a_push_to_simulated_engines_whose_trainer_dies(is_one_phase):
 
 
 def test_what_is_sampled_after_the_way_back_is_of_the_older_weights_alone(tmp_path):
-    """In flight and later, whatever KV a request asks for: every token is its own version's, under fresh KV."""
+    """Applies to running and later requests, for any KV policy: tokens match their span's version and fresh KV."""
 
     @virtual
     async def test(clock):

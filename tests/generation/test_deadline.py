@@ -1,4 +1,4 @@
-"""When a deadline that moves ends its task, and what its timer costs."""
+"""Movable deadlines: the time at which they end their task, and the cost of their timer."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -49,7 +49,7 @@ async def test_a_grace_puts_its_enforcement_off_for_as_long_as_it_lasts(clock: V
     deadline = Deadline.moving(10.0, 3600.0)
     assert (
         await ended_at(clock, deadline, work(15.0)) - 20.0 == 15.0
-    )  # what is left after the grace is late already
+    )  # the rest after the grace period is already late
     deadline = Deadline.moving(10.0, 3600.0)
     assert await ended_at(clock, deadline, work(99.0)) - 35.0 == 30.0
 
@@ -69,7 +69,7 @@ async def test_time_that_stands_still_puts_it_off_up_to_a_bound(clock: VirtualCl
 
 @virtually
 async def test_what_ends_in_time_leaves_no_timer(clock: VirtualClock) -> None:
-    """Nor does one that is put off after its end, as a loop does that ignores its cancellation."""
+    """A deadline that is postponed after its end, by a loop that ignores cancellation, leaves no timer either."""
     async with Deadline.moving(10.0, 3600.0) as deadline:
         await asyncio.sleep(1.0)
     with deadline.grace(20.0), deadline.standing_still():
@@ -83,7 +83,7 @@ async def test_what_ends_in_time_leaves_no_timer(clock: VirtualClock) -> None:
 
 
 class CountingLoop:
-    """Counts the timers that are set while it is entered."""
+    """An event loop that counts the timers set while it is entered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         loop, self.num_set = asyncio.get_running_loop(), 0
@@ -111,7 +111,7 @@ def test_a_turn_in_time_sets_no_timer_of_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_time_between_two_milliseconds_ends_the_task_on_uvloop() -> None:
-    """The loop of the service's processes rounds times, down to now too."""
+    """The event loop of the service's processes rounds times, sometimes down to the present."""
 
     async def main() -> None:
         async with asyncio.timeout(60.0) as patience:

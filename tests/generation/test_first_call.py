@@ -1,4 +1,4 @@
-"""A turn of one call ends after it, in all formats: token for token, with a history that renders unchanged."""
+"""A turn of one call ends after the call, in all formats: the same tokens, and an equally rendered history."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORK = RenderSettings(OnUnstable.FORK)
 async def sampled(
     renderer: TemplateRenderer, parser: str, text: str, sizes: list[int], *, is_parallel: bool = False
 ) -> Reply:
-    """The reply of an engine that says `text` and its stop token, the same whole and streamed."""
+    """Return the reply of an engine that samples `text` and its stop token; it is the same if streamed."""
     reader, prompt = TurnReader(renderer, get_parser(parser)), tuple(renderer.render(ASKED, TOOLS))
     said = ((*renderer.ids(text), renderer.stop_token_ids[0]), FinishReason.STOP)
     sampling = SamplingParams(1000, stop_token_ids=renderer.stop_token_ids)
@@ -79,7 +79,7 @@ async def test_a_turn_ends_after_its_first_call_and_renders_unchanged(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("So.\n{0}", ("So.", "{0}<|im_end|>")),  # nothing follows the call: the turn keeps its own end
+        ("So.\n{0}", ("So.", "{0}<|im_end|>")),  # nothing follows the call, so the turn keeps its original end
         ("{0}\n", ("", "{0}\n<|im_end|>")),
         ("{0}\nAnd then I wait.", ("", "{0}")),
         ("So.\n<tool_call>{{bad}}</tool_call>{0}{1}", ("So.", "So.\n<tool_call>{{bad}}</tool_call>{0}")),
@@ -110,7 +110,7 @@ async def test_what_follows_the_first_call_is_not_sampled(
         ("mistral", ["[TOOL_CALLS] [", '{"name": "f", "arguments": {"x": 3}}', ", {", '"name": "g"}]'], 2, "]"),
         ("mistral", ["[TOOL_CALLS]", "f", '[ARGS]{"x": 3}', "[TOOL_CALLS]", "g[ARGS]{}"], 3, ""),
         ("lfm2", ["<|tool_call_start|>[", "f(x=3", "), g", "()]"], 2, ")]<|tool_call_end|>"),
-        ("lfm2", ["<|tool_call_start|>[", "f(x=3)", "]"], None, None),  # its end may still come
+        ("lfm2", ["<|tool_call_start|>[", "f(x=3)", "]"], None, None),  # its end may still arrive
         ("hermes", ["<tool_call>\n", '{"name": "f", "arguments": {}}', "<tool_call>", "{"], 2, "\n</tool_call>"),
         ("hermes", ["<tool_call>\n", '{"name": "f", "arguments": {}}', "\n</too"], None, None),
     ],

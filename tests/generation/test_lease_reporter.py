@@ -1,4 +1,4 @@
-"""What a process tells of its leases, when, and how it obeys; on a virtual clock."""
+"""Lease reports of a process and the orders that it follows, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def virtually(test: Callable[[Site], Coroutine[Any, Any, None]]) -> Callable[[],
 
 
 def ids_of(*segments: tuple[str, int]) -> tuple[int, ...]:
-    """Ids that follow from the names of their segments."""
+    """Return ids that are derived from the names of their segments."""
     return tuple(
         number for name, count in segments for number in random.Random(name).choices(range(1000, 9000), k=count)
     )
@@ -88,7 +88,7 @@ def turn(
 
 
 def known(reports: list[LeaseReport], lease_id: str) -> int:
-    """What a reader of all reports knows in the end of the length of a lease's context."""
+    """Return the length of a lease's context as a reader of all reports computes it."""
     num_tokens = 0
     for report in reports:
         for held in report.leases or ():
@@ -133,7 +133,7 @@ async def test_calls_side_by_side_are_one_turn_until_the_last_has_ended(site: Si
     holder.begin()
     holder.leave(holder.lease, asked(prompt), replied(one, 0))
     holder.order(lease_of("L1"))
-    holder.enter()  # a third: what was ordered waits
+    holder.enter()  # a third call: the ordered move waits
     assert holder.held() == lease_of("L0")
     holder.leave(holder.lease, asked(prompt), None)
     holder.leave(holder.lease, asked(prompt), replied(other, 0))
@@ -220,7 +220,7 @@ async def test_a_report_that_is_refused_is_not_repeated(site: Site) -> None:
 
 
 class Moves:
-    """A coordinator of which one asks for another place."""
+    """A coordinator that is asked to move leases."""
 
     def __init__(self) -> None:
         self.answers: list[Lease | Exception] = []
@@ -250,7 +250,7 @@ async def test_an_order_counts_from_the_next_turn_and_late_ones_not_at_all(site:
     source.begin()
     site.coordinator.next_orders = LeaseOrders((("old", lease_of("late")),))
     await site.clock.sleep(1.0)
-    source.leave(lease_of("old"), asked(prompt), replied(ids_of(("late", 5)), 0))  # a call of the old lease
+    source.leave(lease_of("old"), asked(prompt), replied(ids_of(("late", 5)), 0))  # a call under the old lease
     source.leave(source.lease, asked(prompt), replied(ids_of(("again", 5)), 0))
     source.enter()
     assert source.held() == lease_of("new")

@@ -1,4 +1,4 @@
-"""A session's engine: one lease, another one after a failure, and streams that go on from what was given out."""
+"""A session's engine: one lease, a new one after a failure, and streams that continue from tokens already sent."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ STOP_ID = 999
 
 @dataclass
 class Script:
-    """What the replicas do. Token n after a prompt of m is a function of m + n alone, as of a greedy model."""
+    """The behavior of the replicas. Token n after a prompt of m tokens depends on m + n only (greedy decoding)."""
 
-    cut_after: list[int | None] = field(default_factory=list)  # of each attempt: tokens before it fails
-    errors: list[AgentLoopError] = field(default_factory=list)  # one for each failing attempt
+    cut_after: list[int | None] = field(default_factory=list)  # per attempt: the number of tokens before it fails
+    errors: list[AgentLoopError] = field(default_factory=list)  # one per failing attempt
     stop_at: int | None = None  # the context length at which the stop token is sampled
-    versions: list[int] = field(default_factory=list)  # of each attempt
+    versions: list[int] = field(default_factory=list)  # per attempt
     seconds_per_token: float = 0.0
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     num_aborted: int = 0
-    is_reporting: bool = False  # a generation's tokens are told one by one
+    is_reporting: bool = False  # a generation reports its tokens one by one
     asked_for_images: list[str] = field(default_factory=list)  # the URLs, in order
 
     def connect(self, url: str) -> ScriptedReplica:
@@ -138,7 +138,7 @@ Test = Callable[[LeaseSite], Coroutine[Any, Any, None]]
 
 
 def virtually(test: Test) -> Callable[[], None]:
-    """Run a test over one session's engine in virtual time; in the end no lease is left."""
+    """Run a test of one session's engine in virtual time, and check that no lease is left."""
 
     def run() -> None:
         clock = VirtualClock()
@@ -188,7 +188,7 @@ async def test_calls_share_one_lease_and_spilling_gives_it_back(site: LeaseSite)
     await site.engine.generate(request())
     assert site.coordinator.num_leased == 2
     site.leases.release("s")
-    await site.engine.generate(request())  # nobody has heard yet that it was given back
+    await site.engine.generate(request())  # the release has not been reported yet
     assert site.coordinator.num_leased == 2
     await site.clock.sleep(1.0)
     assert len(site.coordinator.leases) == 1
@@ -311,7 +311,7 @@ async def test_a_call_waits_for_the_version_that_it_demands_and_no_longer(site: 
 
 @virtually
 async def test_a_reply_that_new_weights_cut_goes_on_elsewhere_or_ends_with_its_tokens(site: LeaseSite) -> None:
-    """Never under other weights: a token of these, whatever an engine says, is not taken."""
+    """A token that an engine samples under other weights is never appended to the reply."""
     asked = request(weight_version=VersionDemand(exact_version=3))
     site.script.cut_after, site.script.errors = [4], [served(4)]
     site.script.versions = [3, 3]
@@ -430,7 +430,8 @@ async def test_a_turn_whose_weights_no_replica_has_any_more_is_sampled_again(sit
     assert generation.weight_versions == (WeightVersionSpan(0, 0, 8),)
     assert (site.engine.num_resampled, site.engine.lost_tokens[LossCause.RESAMPLE]) == (1, 3)
     site.script.requests.clear()
-    with pytest.raises(EngineUnusable, match="weight version 0 after 5"):  # what was given out cannot be taken back
+    # tokens that were sent cannot be withdrawn
+    with pytest.raises(EngineUnusable, match="weight version 0 after 5"):
         await streamed(site.engine, request(timeout_s=600.0))
     assert site.clock.now() < 200.0
 
@@ -508,7 +509,7 @@ async def test_a_silent_coordinator_is_no_engine_failure(site: LeaseSite) -> Non
     assert site.script.requests == []
 
 
-# --- generations that go on ----------------------------------------------------------------------------------
+# Continued generations
 
 
 @pytest.mark.parametrize("cuts", [[1], [7], [3, 2], [0, 5, 1], [4, 0, 4]])
@@ -580,7 +581,7 @@ def test_a_continuation_has_another_seed_for_every_place_and_the_policy_of_its_k
     assert after(3, 5, keeps_kv=True, kv_version=1).kv_version == 1
 
 
-# --- waiting ----------------------------------------------------------------------------------------------------
+# Waiting
 
 
 @virtually
@@ -600,7 +601,7 @@ async def test_a_call_waits_for_a_replica_as_long_as_its_deadline(site: LeaseSit
 
 
 class LongPolls:
-    """The coordinator of a fleet without a replica: it makes wait for a while, and refuses then."""
+    """The coordinator of a fleet without replicas: each lease request waits for a while and is then refused."""
 
     def __init__(self, site: LeaseSite, back_at: float) -> None:
         self._site, self.back_at = site, back_at
@@ -637,7 +638,7 @@ async def test_a_standstill_has_an_end(site: LeaseSite) -> None:
 
 
 class FrozenReplica:
-    """Stands still for so many seconds, and says so every two; then it is lost, if it is to be, or answers."""
+    """Unavailable for `frozen_s`, reported every two seconds. Then it is lost on the first request, or answers."""
 
     def __init__(self, frozen_s: float, *, is_lost: bool = False) -> None:
         self.frozen_s, self.is_lost, self.num_asked = frozen_s, is_lost, 0
@@ -680,7 +681,7 @@ async def test_a_request_that_is_frozen_for_ever_ends_with_a_reason(site: LeaseS
             await engine.generate(request(timeout_s=10.0), deadline=deadline)
 
 
-# --- what is the request's own failure ----------------------------------------------------------------------------
+# Failures of the request itself
 
 
 @virtually
@@ -695,7 +696,7 @@ async def test_replicas_that_never_had_a_request_are_no_failures_of_it(site: Lea
 @virtually
 async def test_a_request_that_kills_all_that_have_it_ends_and_one_that_gets_on_does_not(site: LeaseSite) -> None:
     site.script.is_reporting = True
-    site.script.cut_after = [1] * 7  # seven replicas die, each with a token more told
+    site.script.cut_after = [1] * 7  # seven replicas die, each after one more reported token
     assert len((await site.engine.generate(request(timeout_s=600.0))).token_ids) == 8
     site.script.requests.clear()
     site.script.cut_after = [3, *[0] * 20]
@@ -704,13 +705,13 @@ async def test_a_request_that_kills_all_that_have_it_ends_and_one_that_gets_on_d
     assert len(site.script.requests) == 4
 
 
-# --- turns that take too long -----------------------------------------------------------------------------
+# Turns that take too long
 
 
 class LateReplica:
-    """A replica whose first requests take all their time; what comes after them is answered at once.
+    """A replica whose first requests use up their timeout; later requests are answered at once.
 
-    `ends` tells how each ends: with so many ids, or with None by an error of its own.
+    `ends` has one item per slow request: the number of ids that it returns, or None if it raises DeadlineExceeded.
     """
 
     def __init__(self, *ends: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The self-test of a model's chat format, over every family that people train."""
+"""The template check of a model's chat format, over every supported model family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
 SAME_SYNTAX = {"qwen3_xml": {"qwen3_xml", "qwen3_coder"}}
 WITH_CALLS = [
     family for family in FAMILIES if family.calls and family.name != "deepseek_v3_1"
-]  # that shows no tools
+]  # the template renders no tools
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Stop strings: which one is found, wherever the text is cut, and at what cost."""
+"""Stop strings: the match is independent of the cuts of the text, and the cost is bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ stop_lists = st.lists(st.text("abé ", min_size=1, max_size=5), max_size=4)
 
 
 def found_by_hand(text: str, stops: list[str]) -> StopMatch | None:
-    """The first character at which a stop string is complete; the longest of them."""
+    """Return the first position at which a stop string is complete, and the longest string that ends there."""
     for end in range(1, len(text) + 1):
         if complete := [stop for stop in stops if text[:end].endswith(stop)]:
             stop = max(complete, key=len)

@@ -1,4 +1,4 @@
-"""A turn's increments concatenate to the turn, wherever its text is cut; and they come early."""
+"""Streamed pieces concatenate to the turn wherever its text is cut, and they are sent early."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_closed_call_is_given_out_at_its_last_character():
 
 
 def times_given(parser: str, text: str) -> dict[str, int]:
-    """After how many characters of a turn the first of each kind came."""
+    """Return the number of characters after which the first piece of each kind was sent."""
     splitter, given = TurnSplitter(READERS[parser], WITH_CALLS), {}
     for count, char in enumerate(text, 1):
         piece = splitter.add(char)
@@ -169,7 +169,7 @@ HOSTILE = {
 
 
 def takes_less_than(bound_s: float, parser: str, text: str) -> bool:
-    """Seconds of this thread on the CPU, for the text in pieces of four characters; in one of two tries."""
+    """Return True if splitting the text in pieces of four characters uses less CPU time, in one of two tries."""
     for _ in range(2):
         started = time.thread_time()
         check(READERS[parser], [text[i : i + 4] for i in range(0, len(text), 4)], WITH_CALLS)
@@ -193,12 +193,12 @@ def test_streams_of_every_format_take_linear_time(parser: str, num_chars: int):
     )
     for unit in units:
         text = (marks.openings[0] + unit * (num_chars // len(unit)))[:num_chars]
-        assert takes_less_than(num_chars / 25_000, parser, text), unit  # about a tenth of that
+        assert takes_less_than(num_chars / 25_000, parser, text), unit  # about a tenth of the bound
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_xml"])
 @pytest.mark.parametrize("num_chars", [100_000, pytest.param(500_000, marks=pytest.mark.long)])
 def test_hostile_text_takes_linear_time(text: str, parser: str, num_chars: int):
-    """In pieces of four characters; the bound is far above what linear time needs, and far below quadratic."""
+    """The bound is far above the linear time for pieces of four characters, and far below quadratic time."""
     assert takes_less_than(num_chars / 50_000, parser, text[:num_chars])

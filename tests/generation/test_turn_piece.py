@@ -1,4 +1,4 @@
-"""Pieces that are joined say what they said one by one, in the same order where a dialect shows an order."""
+"""Joined pieces have the contents of the single pieces, in the same order where a dialect shows an order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentloop.types import WeightVersionSpan
 
 
 def random_pieces(rng: random.Random) -> list[TurnPiece]:
-    """Pieces of up to two choices, as a splitter gives them out: thoughts, then content and calls in any order."""
+    """Return pieces of up to two choices in a splitter's order: reasoning, then content and calls in any order."""
     pieces, num_calls, version = [], [0, 0], 3
     phases = [0, 0]
     for _ in range(rng.randint(1, 12)):
@@ -44,10 +44,10 @@ def random_pieces(rng: random.Random) -> list[TurnPiece]:
 
 
 def said(pieces: list[TurnPiece], choice: int) -> tuple[object, ...]:
-    """All that a choice's pieces say, with the order of its thoughts, texts and calls."""
+    """Return all contents of a choice's pieces, with the order of its reasoning, text and calls."""
     own = [piece for piece in pieces if piece.choice_index == choice]
     shown: list[str] = []
-    for piece in own:  # as a dialect of blocks shows a piece
+    for piece in own:  # as a dialect with content blocks shows a piece
         shown += [f"t{c}" for c in piece.reasoning] + [f"c{c}" for c in piece.content]
         shown += [f"call {call}" for call in piece.calls]
     versions = [

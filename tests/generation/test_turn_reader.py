@@ -1,4 +1,4 @@
-"""Ids to text as they come, and a turn's text to a thought, content and calls."""
+"""Incremental decoding of ids to text, and parsing of a turn's text into reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reader(renderer: TemplateRenderer) -> TurnReader:
 
 @functools.cache
 def byte_fallback_renderer() -> TemplateRenderer:
-    """A tokenizer of the other kind: characters it does not know are written as tokens of single bytes."""
+    """Return a renderer whose tokenizer writes unknown characters as single-byte tokens."""
     words = ["▁", "a", "b", "▁a", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("▁", "a")], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -47,7 +47,7 @@ def byte_fallback_renderer() -> TemplateRenderer:
 
 
 def cut(values: list[int], sizes: list[int]) -> list[list[int]]:
-    """The values in pieces of these sizes, and the rest."""
+    """Return the values in pieces of these sizes, followed by the rest."""
     pieces = []
     for size in sizes:
         pieces.append(values[:size])
@@ -67,7 +67,7 @@ def decoded_in_pieces(reader: TurnReader, pieces: list[list[int]]) -> tuple[list
     return texts, DecodedText("".join([*texts, tail.text]), tuple(ends))
 
 
-# ids 0-255 are the bytes' own tokens; those from 500 on are padding without text
+# Ids 0-255 are the byte tokens; ids from 500 on are padding without text.
 token_ids = st.lists(st.one_of(st.integers(0, 511), st.sampled_from([160, 240, 255, 511, 254, 253])), max_size=60)
 sizes = st.lists(st.integers(0, 5), max_size=40)
 
@@ -120,15 +120,15 @@ def test_unfinished_characters_cost_linear_time(reader: TurnReader, renderer: Te
         decoder = reader.decoder()
         started = time.process_time()
         text = "".join(decoder.add([token_id]).text for token_id in ids) + decoder.finish().text
-        assert time.process_time() - started < 3  # about 0.2 s; with all held ids decoded each time 9 s
+        assert time.process_time() - started < 3  # takes about 0.2 s, or 9 s if all held ids were decoded each time
         assert text == renderer.decode(ids)
 
 
-# --- turns ------------------------------------------------------------------------------------------------
+# Turns
 
 
 def read(reader: TurnReader, text: str, *, calls: bool = True, reasoning: bool = True, is_thinking: bool = False):
-    """One token a character, so that spans are offsets into the text."""
+    """Read with one token per character, so that spans are offsets into the text."""
     decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
     return reader.read(decoded, Reading((), 3, calls, reasoning, is_thinking))
 

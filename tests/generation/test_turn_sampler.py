@@ -1,4 +1,4 @@
-"""A sampled turn, whole and streamed: the same reply, pieces that concatenate to it, and nothing left running."""
+"""A sampled turn, complete and streamed: the same reply, consistent pieces, and no request left running."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def order(max_tokens: int = 1000, **fields: object) -> TurnRequest:
 
 @dataclass
 class Tape:
-    """An engine that says given tokens, in deltas of given sizes, a request at a time: ids, and how it ends."""
+    """An engine that samples given tokens in deltas of given sizes, one script per request: ids and a finish."""
 
     takes: Sequence[tuple[Sequence[int], FinishReason]]
     sizes: Sequence[int] = ()
-    versions: Sequence[int] = (0,)  # of one token each; the last goes on
+    versions: Sequence[int] = (0,)  # one token each; the last version covers the rest
     requests: list[GenerateRequest] = field(default_factory=list)
     num_open: int = 0
 
@@ -106,7 +106,7 @@ class Tape:
         try:
             while at < total:
                 end = min(at + next(sizes, total), total)
-                spans = made.weight_versions[at:end]  # of one token each
+                spans = made.weight_versions[at:end]  # one token each
                 spans = tuple(WeightVersionSpan(s.version, s.start - at, s.end - at) for s in spans)
                 yield Delta(made.token_ids[at:end], made.logprobs[at:end], spans, made.top_logprobs[at:end])
                 at = end
@@ -132,7 +132,7 @@ async def streamed(engine: TokenEngine, wanted: TurnRequest, reader: TurnReader 
 
 
 def check_pieces(pieces: list[TurnPiece], reply: Reply) -> None:
-    """They concatenate to the reply, and only the last one has a finish."""
+    """Check that the pieces concatenate to the reply, and that only the last one has a finish."""
     message = reply.message
     assert "".join(piece.content for piece in pieces) == message.content
     assert "".join(piece.reasoning for piece in pieces) == message.reasoning
@@ -147,7 +147,7 @@ def check_pieces(pieces: list[TurnPiece], reply: Reply) -> None:
     assert [piece.finish is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-# --- the same reply ---------------------------------------------------------------------------------------
+# The same reply, complete and streamed
 
 PIECES = ["<think>", "</think>", "Hi ", " \n", "é😀", "x", "STOP", "ST", "OP!", "<tool_call>", "</tool_call>", "{"]
 CALLS = [call("add", a=1), call("sub", text="STOP é"), "<|im_end|>", "<tool_call>{bad}</tool_call>", "<to"]
@@ -221,7 +221,7 @@ async def test_a_character_is_streamed_once_it_is_whole():
     assert [piece.content for piece in pieces if piece.content] == ["é", "😀", "!"]
 
 
-# --- stop strings -----------------------------------------------------------------------------------------
+# Stop strings
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -268,7 +268,8 @@ async def test_stop_strings_count_in_thoughts_and_calls_too(text: str, reasoning
         ),
         ("<think>I END now</think>Hi", "END", "I END now", "Hi", ""),
         ("<think>a\n\nb</think>\n\nHi\n\nthere", "\n\n", "a\n\nb", "Hi", "\n\n"),
-        ("<think>an EN</think>D of it END", "END", "an EN", "D of it", "END"),  # no match spans the border
+        # no match crosses the end of the reasoning
+        ("<think>an EN</think>D of it END", "END", "an EN", "D of it", "END"),
         ("<think>a</think>\nb", "</think>\nb", "a", "b", ""),
         ("<think>END", "END", "END", "", ""),
         ("Hi END <think>END</think>", "END", "", "Hi", "END"),  # a turn without reasoning
@@ -316,7 +317,7 @@ async def test_an_empty_stop_string_is_refused():
         await whole_turn(said("Hi"), order(stop=("",)))
 
 
-# --- aborts, faults, cancellation -------------------------------------------------------------------------
+# Aborts, faults, cancellation
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -416,7 +417,7 @@ async def test_an_engine_that_does_not_answer_meets_the_deadline(is_streamed: bo
 
 @dataclass
 class Broken(Tape):
-    """As a Tape, but its last delta is wrong."""
+    """Like a Tape, but its last delta is invalid."""
 
     how: str = ""
 
@@ -455,7 +456,7 @@ async def test_calls_that_the_parser_cannot_read_are_counted_by_its_name():
 
 @pytest.mark.parametrize("num_chars", [50_000, pytest.param(500_000, marks=pytest.mark.long)])
 async def test_a_long_turn_streams_in_linear_time(num_chars: int):
-    """Bounds are a few times what two shared cores need."""
+    """The bounds are a few times the time that two shared cores need."""
     unit = ids("<tool_call>{ é <to </tool")
     sampled = unit * (num_chars // len(RENDERER.decode(unit)))
     wanted = order(len(sampled), stop=("no such text", "<to no"))

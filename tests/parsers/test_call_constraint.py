@@ -1,4 +1,4 @@
-"""What a call constraint lets a policy write: walked at random with xgrammar, byte by byte, and read back."""
+"""Texts that a call constraint allows: random walks with xgrammar, byte by byte, are parsed back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ONE_A_TURN = {"llama3_json", "harmony"}
 
 
 def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
-    """Calls as a policy writes them: gpt-oss names the recipient behind the channel, its template before it."""
+    """Return calls as a policy writes them: gpt-oss writes the recipient after the channel, its template before."""
     if name == "harmony":
         begin = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
         return "".join(begin.format(tool, dumps(arguments)) for tool, arguments in calls)
@@ -74,7 +74,7 @@ def allows(constraint: Constraint, text: str) -> bool:
 
 
 def walk(constraint: Constraint, seed: int) -> str:
-    """A text drawn at random, which ends as soon as it may on every second chance."""
+    """Return a random text that ends at every second opportunity."""
     walker, choose, written = matcher(constraint), random.Random(seed), bytearray()
     mask = xgrammar.allocate_token_bitmask(1, STOP + 1)
     while len(written) < 4000:

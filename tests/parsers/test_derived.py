@@ -1,4 +1,4 @@
-"""Formats derived from templates: read whole, cut and streamed alike, written by the grammar, or refused."""
+"""Formats derived from templates: parsed complete, cut and streamed alike, enforced by the grammar, or refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOOLS = [
     )
 ]
 JOTTED = {"level": 3, "note": "é it"}
-SHORT_FUZZ, LONG_FUZZ = 100, 1000  # turns of each family
+SHORT_FUZZ, LONG_FUZZ = 100, 1000  # turns per family
 
 
 @pytest.fixture(params=NAMES)
@@ -55,7 +55,7 @@ def chat(family: str) -> tuple[TemplateRenderer, FormatParser]:
 
 
 def rendered(chat: tuple[TemplateRenderer, FormatParser], *calls: tuple[str, dict]) -> str:
-    """The turn of these calls as the model samples it, without the marks of a thought and of text."""
+    """Return the turn of these calls as the model samples it, without the delimiters of reasoning and text."""
     renderer, marks = chat[0], chat[1].delimiters
     asked = Message("user", "Well?")
     made = tuple(ToolCall(f"call0000{index}", name, arguments) for index, (name, arguments) in enumerate(calls))
@@ -65,7 +65,8 @@ def rendered(chat: tuple[TemplateRenderer, FormatParser], *calls: tuple[str, dic
     start = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     ends = [at for stop in renderer.facts.stop_tokens if (at := whole.find(stop, start)) >= 0]
     turn = whole[start : min(ends)]
-    begun = re.search(r"<[^<>\s]*$", whole[:start])  # the prompt has another mark there, which begins alike
+    # the prompt has another delimiter there with the same beginning
+    begun = re.search(r"<[^<>\s]*$", whole[:start])
     turn = (begun[0] if begun is not None and start < len(prompt) else "") + turn
     thoughts = "|".join(map(re.escape, (marks.reasoning.open, marks.reasoning.close)))
     return "\n".join(segments(re.sub(rf"^(?:\s*(?:{thoughts}))*", "", turn), marks.headers))
@@ -74,7 +75,7 @@ def rendered(chat: tuple[TemplateRenderer, FormatParser], *calls: tuple[str, dic
 def read(
     reader: TurnReader, text: str, pieces: Sequence[str] | None = None, *, reads_calls: bool = True
 ) -> Message:
-    """The turn read whole; what is streamed in these pieces is the same."""
+    """Parse the complete turn, and check that the turn streamed in these pieces is the same."""
     return read_streamed(reader, text, Reading(TOOLS, 0, reads_calls, True, False), pieces or list(text))
 
 

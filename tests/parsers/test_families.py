@@ -1,4 +1,4 @@
-"""Turns as every family's own template renders them, read back: thought, content, calls; whole, cut, streamed."""
+"""Turns rendered by every family's template and parsed back: reasoning, content, calls; complete, cut, streamed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def template(family: Family, tmp_path_factory: pytest.TempPathFactory) -> ChatTe
 
 
 def entry(family: Family, calls: tuple[ToolCall, ...], *, thought: str = "", content: str = "") -> dict[str, Any]:
-    """An assistant's message as templates read it."""
+    """Return an assistant message as templates read it."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thought:
         message["thinking" if family.calls == "harmony" else "reasoning_content"] = thought
@@ -74,7 +74,7 @@ def entry(family: Family, calls: tuple[ToolCall, ...], *, thought: str = "", con
 
 
 def sampled(family: Family, template: ChatTemplate, message: dict[str, Any]) -> tuple[str, bool]:
-    """What the family's model samples of a message, without its stop token; and if the prompt opens a thought."""
+    """Return the message as the model samples it, without stop token, and whether the prompt opens reasoning."""
     user = {"role": "user", "content": "Well?"}
     prompt = template.render([user], TOOLS, add_generation_prompt=True)
     whole = template.render([user, message], TOOLS, add_generation_prompt=False)
@@ -87,7 +87,7 @@ def sampled(family: Family, template: ChatTemplate, message: dict[str, Any]) -> 
 
 
 def read(family: Family, text: str, *, is_thinking: bool) -> Message:
-    """One token a character, so that spans are offsets into the text. What is streamed is the same."""
+    """Read with one token per character, so that spans are offsets into the text. The streamed turn is the same."""
     reader = TurnReader(RENDERER, get_parser(family.calls or "hermes"))
     cuts = ([text[at : at + size] for at in range(0, len(text), size)] for size in (1, 7))
     return read_streamed(reader, text, Reading(TOOLS, 0, True, True, is_thinking), *cuts)
@@ -129,7 +129,7 @@ def test_text_before_calls_is_content(family: Family, template: ChatTemplate) ->
     assert made(message) == [(CALLS[0].name, CALLS[0].arguments)]
     shown = "Let me see." if "Let me see." in text else ""
     assert message.content + message.reasoning == shown
-    assert (shown == "") == (family.calls in ("llama3_json", "mistral"))  # their templates drop it
+    assert (shown == "") == (family.calls in ("llama3_json", "mistral"))  # their templates drop the content
 
 
 def test_an_answer_and_its_thought_are_read(family: Family, template: ChatTemplate) -> None:
@@ -194,7 +194,7 @@ def test_answers_name_the_calls_as_the_policy_and_its_template_do(
     assert (call.id, call.name, call.written_id) == ("call_4_0", "now", "" if shown == "g4brokwos" else shown)
     cut = Reply(message, np.array(ids, np.int32), np.zeros(len(ids), np.float32), (), FinishReason.LENGTH, False)
     answer = Message("tool", "noon", tool_call_id="call_4_0", name="now")
-    if name != "mistral_small_3_1":  # no bridge: its tools move to the last user's message
+    if name != "mistral_small_3_1":  # no bridge: the template moves its tools to the last user message
         bridge = renderer.decode(renderer.bridge([answer], TOOLS, reader.end_of(cut)))
         assert shown in bridge
         assert "call_4_0" not in bridge

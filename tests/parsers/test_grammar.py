@@ -1,4 +1,4 @@
-"""The short way through `loads` gives what the long way gives."""
+"""The fast path of `loads` returns the same values as the slow path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_value_however_it_is_written(value: object):
     for text in texts:
         if "Infinity" not in text:
             found = loads(text)
-            assert json.dumps(found) == json.dumps(json.loads(text))  # 1 is not 1.0 here, nor is True
+            assert json.dumps(found) == json.dumps(json.loads(text))  # 1 differs from 1.0 and from True here
 
 
 @pytest.mark.parametrize(

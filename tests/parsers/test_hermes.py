@@ -1,4 +1,4 @@
-"""Calls between tags: what is read, what is reported as malformed, and what it costs."""
+"""Calls between tags: parsed calls, reported malformed calls, and linear time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.parsers.writing import check_linear_time
 
 
 def parse(text: str, turn_index: int = 0) -> ParsedTurn:
-    """One token a character, so that spans are offsets into the text."""
+    """Parse with one token per character, so that spans are offsets into the text."""
     return get_parser("hermes").parse(DecodedText(text, tuple(range(1, len(text) + 1))), [], turn_index)
 
 
@@ -46,7 +46,7 @@ def test_calls_have_ids_arguments_and_spans():
 
 def test_spans_cover_tokens_that_hold_part_of_a_call():
     text = "xé<tool_call>{}</tool_call>y"
-    # tokens: "x" + first byte of é | second byte of é + "<tool" | the rest of the call and "y"
+    # Tokens: "x" + first byte of é | second byte of é + "<tool" | the rest of the call and "y"
     turn = get_parser("hermes").parse(DecodedText(text, (1, 7, len(text))), [], 0)
     assert [(c.token_start, c.token_end) for c in turn.calls] == [(1, 3)]
 

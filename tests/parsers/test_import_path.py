@@ -1,4 +1,4 @@
-"""A user's parser by its import path: an instance, a class or a function that makes one; refused if it is none."""
+"""A user's parser by import path: an instance, or a class or function that makes one. Anything else is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.engine.scripted import RENDERER
 
 
 class ShoutParser:
-    """Calls as `!name!`, without arguments."""
+    """A parser of calls written `!name!`, without arguments."""
 
     delimiters = Delimiters(("!",))
 

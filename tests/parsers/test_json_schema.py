@@ -1,4 +1,4 @@
-"""JSON Schemas: references, types of text values, and what xgrammar enforces, compared with xgrammar."""
+"""JSON Schemas: references, types of text values, and the keywords that xgrammar enforces."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_schema_that_passes_is_enforced(schema: Any) -> None:
 @pytest.mark.parametrize(("keyword", "schema"), NOT_ENFORCED, ids=json.dumps)
 def test_a_keyword_that_xgrammar_ignores_is_named_wherever_it_is(keyword: str, schema: Any) -> None:
     valid = jsonschema_rs.validator_for(schema)
-    assert [value for value in accepted(schema) if not valid.is_valid(value)]  # xgrammar does ignore it
+    assert [value for value in accepted(schema) if not valid.is_valid(value)]  # xgrammar does not enforce it
     within = {"$defs": {"one": schema}, "type": "array", "items": {"anyOf": [{"$ref": "#/$defs/one"}]}}
     for whole in (schema, within) if "$defs" not in schema else (schema,):
         assert f"'{keyword}'" in unenforced(whole)
@@ -149,7 +149,7 @@ def chain(length: int) -> dict[str, Any]:
 )
 def test_a_reference_that_cannot_be_followed_has_a_clear_reason(schema: Any, reason: str) -> None:
     assert reason in unenforced(schema) if reason else unenforced(schema) == ""
-    for name in ("hermes", "qwen3_xml"):  # reading a call never fails for its schema
+    for name in ("hermes", "qwen3_xml"):  # a schema never makes parsing of a call fail
         tools = [{"name": "f", "parameters": OBJECT | schema | {"properties": {"p": schema}}}]
         text = {
             "hermes": '<tool_call>\n{"name": "f", "arguments": {"p": 7}}\n</tool_call>',
@@ -262,7 +262,7 @@ def test_a_rule_that_single_parameters_cannot_be_held_to_is_refused_by_name() ->
 )
 def test_the_format_of_a_string_without_a_type_of_its_own_is_refused_by_name(schema: Any) -> None:
     assert unenforced(schema | {"format": "date"}).startswith("'format' ")
-    assert "aaaa" in accepted(schema | {"format": "date"})  # xgrammar does ignore it
+    assert "aaaa" in accepted(schema | {"format": "date"})  # xgrammar does not enforce it
     assert unenforced({**INT, "format": "int64"}) == unenforced({"anyOf": [INT], "format": "int64"}) == ""
 
 

@@ -1,4 +1,4 @@
-"""All own parsers: what is well-written is read, what is not is reported, nothing vanishes, time is linear."""
+"""All built-in parsers: valid calls are parsed, malformed ones reported, no text is lost, and time is linear."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_what_is_doubled_in_a_header_without_a_recipient_is_no_content():
     ):
         assert parse("harmony", f"{header}<|channel|>final<|message|>Four.").content == "Four."
     assert parse("harmony", f"{HEADER} <|constrain|>json{BODY}<|call|>").content == ""
-    assert parse("harmony", "<|start|>x").content == "<|start|>\nx"  # the parser's loop moves past it
+    assert parse("harmony", "<|start|>x").content == "<|start|>\nx"  # the parser's loop advances past it
     (call,) = parse(
         "harmony", f"<|channel|>commentary to= functions.add <|constrain|>json{BODY}<|call|>", TOOLS
     ).calls
@@ -241,7 +241,7 @@ def test_no_text_raises_and_nothing_vanishes(name: str, data: st.DataObject):
         outside += text[position : call.token_start]
         position = call.token_end
     outside += text[position:]
-    if name == "harmony":  # its headers are no content
+    if name == "harmony":  # harmony headers are not content
         assert all(part in text for part in (turn.content + "\n" + turn.reasoning).split("\n"))
         if "<|message|>" not in text:
             assert "".join(turn.content.split()) == "".join(outside.split())

@@ -1,4 +1,4 @@
-"""Calls as XML-like tags: typed by the schema, reported where broken, in linear time."""
+"""Calls as XML-like tags: typed by the schema, reported if malformed, parsed in linear time."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_any_text_value_comes_back(value: str):
     assert dict(call.arguments) == {"text": value}
 
 
-FORMATS: dict[str, tuple[str, str, str, str]] = {  # what begins and ends a call, begins a parameter and ends it
+FORMATS: dict[str, tuple[str, str, str, str]] = {  # start and end of a call, start of a parameter and its end
     "qwen3_xml": (
         "<tool_call>\n<function=NAME>\n",
         "</function>\n</tool_call>",
@@ -221,12 +221,12 @@ def test_a_value_that_was_not_closed_is_never_executed(name: str) -> None:
     save, now = (begin.replace("NAME", one) for one in ("save", "now"))
     whole = f"{save}{path}x{close}{text}y{close}{end}"
     broken = [
-        f"{save}{path}x\n{text}y{close}{end}",  # no close
+        f"{save}{path}x\n{text}y{close}{end}",  # the value is not closed
         f"{save}{path}x\n{text}y{close}",
         f"{save}{path}x\n{end}",
         f"{save}{path}x",
-        f"{save}{path}x\n{text.rstrip()[:-1]}\ny{close}{end}",  # nor a complete delimiter of the next one
-        f"{save}{path}{now}{end}{close}{end}",  # a whole call in a value
+        f"{save}{path}x\n{text.rstrip()[:-1]}\ny{close}{end}",  # no complete delimiter of the next parameter either
+        f"{save}{path}{now}{end}{close}{end}",  # a complete call inside a value
         f"{save}{path}{now}{nested}1{close}{end}{close}{end}",
         f"{save}{path}see {nested}1{close} there{close}{end}",
     ]

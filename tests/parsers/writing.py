@@ -1,4 +1,4 @@
-"""Calls written as each family's chat template writes them, and what its hostile texts are made of."""
+"""Calls as each family's chat template writes them, and the units of its hostile texts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Call = tuple[str, Arguments]
 
 
 def parse(parser: str, text: str, tools: Any = (), turn_index: int = 0) -> ParsedTurn:
-    """One token a character, so that spans are offsets into the text."""
+    """Parse with one token per character, so that spans are offsets into the text."""
     return get_parser(parser).parse(DecodedText(text, tuple(range(1, len(text) + 1))), tools, turn_index)
 
 
 def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Any) -> bool:
-    """Tell if a parser reads exactly these calls, names and arguments, in a turn's text."""
+    """Return True if a parser finds exactly these calls, names and arguments in a turn's text."""
     found = parse(name, text, tools).calls
     are_sound = all(call.status is ToolCallStatus.OK for call in found)
     return are_sound and [(c.name, dict(c.arguments)) for c in found] == [
@@ -32,7 +32,7 @@ def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Any) -> bool:
 
 
 def read_streamed(reader: TurnReader, text: str, reading: Reading, *cuts: Sequence[str]) -> Message:
-    """Return a turn read whole, one token a character; what is streamed of each cut in pieces is the same."""
+    """Parse a turn with one token per character, and check that each cut of it streams to the same result."""
     message, _ = reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)
     for cut in cuts:
         splitter = TurnSplitter(reader, reading)
@@ -55,7 +55,7 @@ def repeated(unit: str, num_chars: int) -> str:
 
 
 def check_linear_time(parser: str, head: str, unit: str, tail: str, tools: Any = ()) -> None:
-    """Hold four times a hostile text to ten times the CPU seconds; the least of up to three tries counts."""
+    """Check that a hostile text of four times the length takes at most ten times the CPU time; best of three."""
 
     def cpu_s(num_chars: int) -> float:
         started = time.process_time()

@@ -1,6 +1,6 @@
-"""One row a family: bridges write what the family's own template renders, in text and ids, or a refusal says why.
+"""One case per family: bridges write the same text and ids as the template, or a refusal gives the reason.
 
-The reference is transformers with the same folder. Parsers have their rows in `tests/parsers/test_families.py`.
+The reference is transformers with the same folder. The parsers' cases are in `tests/parsers/test_families.py`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
 TODAY = datetime.datetime.now().date()
 MOVED = r"earlier text changes.*AVAILABLE_TOOLS"
 UNENDED = r"does not end an assistant turn with a stop token"
-# By family: what of its turns cannot be bridged, and why. All that is not named is bridged exactly.
+# By family: the turns that cannot be bridged, and the reason. All other turns are bridged exactly.
 REFUSED = {
     "mistral_small_3_1": {"user_turns": MOVED},
     "mistral_small_3_2": {"user_turns": MOVED},
     "gpt_oss": {
         "user_turns": UNENDED,
         "plain_turns": UNENDED,
-    },  # an answer is sampled with another end than it keeps
+    },  # an answer is sampled with another end than the template writes in the history
 }
 STRIPS = {"qwen3", "qwen3_thinking_2507", "qwen3_5", "qwen3_6", "deepseek_r1", "glm4_5", "nemotron_3"}
 TOOLS = [
@@ -64,7 +64,7 @@ def renderers(folders: dict[str, Path]) -> dict[str, TemplateRenderer]:
 
 
 class Reference:
-    """The family's template and tokenizer, as transformers runs them."""
+    """The family's template and tokenizer, run by transformers."""
 
     def __init__(self, family: Family, folder: Path) -> None:
         self._tokenizer = transformers.PreTrainedTokenizerFast(
@@ -101,7 +101,7 @@ class Reference:
 
 
 def conversation(family: Family, *, has_tools: bool) -> list[Message]:
-    """Five turns: calls side by side, one that fails, an answer, and two further questions; unicode throughout."""
+    """Return five turns: parallel calls, a failing call, an answer, and two more questions; unicode throughout."""
     thoughts = iter(["Erst nachsehen …\n\nzwei Wörter", "noch 一次", "so, ♜", "kurz", "Ende"])
 
     def said(content: str, *words: str) -> list[Message]:
@@ -110,7 +110,7 @@ def conversation(family: Family, *, has_tools: bool) -> list[Message]:
             ToolCall(f"c{turn:03d}{i:05d}", "look_up", {"word": word, "size": i}) for i, word in enumerate(words)
         )
         reasoning = next(thoughts) if family.think or family.calls == "harmony" else ""
-        shown = [] if family.calls == "harmony" and calls else [content]  # its thought is its text
+        shown = [] if family.calls == "harmony" and calls else [content]  # its reasoning is its text
         results = ["Error: no such word: 塔\n", 'found {"a": ["é"]}\n\n']
         answers = [
             Message("tool", results[i % 2], tool_call_id=call.id, name="look_up") for i, call in enumerate(calls)
@@ -137,14 +137,14 @@ def turns_of(messages: Sequence[Message]) -> list[int]:
 
 
 def sampled_text(reference: Reference, family: Family, messages: list[Message], turn: int, tools: Any) -> str:
-    """The turn as the template writes it behind the prompt, with its stop token."""
+    """Return the turn as the template writes it after the prompt, with its stop token."""
     prompt, message = reference.text(messages[:turn], tools), messages[turn]
-    if family.name == "deepseek_r1":  # it never shows a thought, though it opens one
+    if family.name == "deepseek_r1":  # it never renders reasoning, although it opens one
         return f"{message.reasoning}\n</think>\n\n{message.content}{family.eos}"
     whole = reference.text(messages[: turn + 1], tools, is_open=False)
-    if family.name == "glm4_5":  # the next message's mark is the stop token
+    if family.name == "glm4_5":  # the first token of the next message is the stop token
         whole += "<|observation|>" if message.tool_calls else "<|user|>"
-    if family.name == "deepseek_v3_1" and message.reasoning:  # nor does it
+    if family.name == "deepseek_v3_1" and message.reasoning:  # it does not render it either
         return f"{message.content}{family.eos}"
     assert whole.startswith(prompt)
     return re.split(f"({'|'.join(map(re.escape, family.stops))})", whole[len(prompt) :])[0] + next(
@@ -187,7 +187,7 @@ def test_bridges_are_the_templates_own(
         if refused and not is_cycle:
             with pytest.raises(TemplateNotPrefixStable, match=refused):
                 renderer.bridge(appended, tools, TurnEnd())
-            path = reference.ids(whole)  # the fork
+            path = reference.ids(whole)  # the fork of the conversation
             continue
         sampled = reference.ids(sampled_text(reference, family, messages, turn, tools))
         bridge = renderer.bridge(appended, tools, TurnEnd(sampled[-1]))
@@ -212,7 +212,7 @@ def test_a_user_may_speak_right_behind_a_tool(
     if not renderer.facts.supports_tools:
         return
     if "user_turns" in REFUSED.get(name, {}):
-        if name != "gpt_oss":  # its calls end with their own stop token, whatever follows
+        if name != "gpt_oss":  # its calls end with their own stop token
             with pytest.raises(TemplateNotPrefixStable):
                 renderer.bridge(messages[3:], TOOLS, TurnEnd())
         return
@@ -234,7 +234,7 @@ def test_thoughts_as_the_template_has_them_are_named(folders: dict[str, Path], n
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_6", "glm4_5", "nemotron_3"])
 def test_without_thinking_bridges_are_taken_too(folders: dict[str, Path], name: str):
-    """The empty thought that the generation prompt writes stays, as any thought does."""
+    """The empty reasoning that the generation prompt writes stays in the history, like any reasoning."""
     kwargs = {"enable_thinking": False}
     settings = RenderSettings(kwargs=kwargs)
     by_default, by_call = (
@@ -290,22 +290,22 @@ def test_only_the_templates_own_stop_closes_a_turn(
     assert renderer.bridge(asked, [], TurnEnd(own)) == bridge[1:]
 
 
-# --- nothing forges a control token ------------------------------------------------------------------------
+# Forged control tokens
 
 
 def spelled(family: Family) -> list[str]:
-    """The family's marks, whole and without their outer signs, which templates may write; those of all others."""
+    """Return the family's delimiters, complete and without their outer signs, and those of all other families."""
     own = delimiters_of(family)
     others = set[str]().union(*map(delimiters_of, FAMILIES)) - own
     return sorted([*own, *(mark[1:-1] for mark in own), *(mark[:-1] for mark in own), " ".join(sorted(others))])
 
 
 def delimiters_of(family: Family) -> set[str]:
-    return {*family.special, *family.markup} - {"/nothink"}  # a switch, and a user's to write
+    return {*family.special, *family.markup} - {"/nothink"}  # a switch that users may write
 
 
 def hostile(family: Family, text: str) -> tuple[list[Message], list[dict[str, Any]]]:
-    """A conversation and tools with `text` wherever a stranger may write."""
+    """Return a conversation and tools with `text` in every untrusted field."""
     fields = {text: text, "type": "string", "description": text, "enum": [text], "deep": {text: {text: text}}}
     function = {"name": "look_up", "description": text, text: text}
     function["parameters"] = {"type": "object", "properties": {f"word{text}": fields}, text: {text: text}}
@@ -351,11 +351,11 @@ def test_system_text_keeps_markup_and_writes_no_control_token(renderers: dict[st
         assert counts(f"Write {mark} first.") == plain | {mark: plain[mark] + is_markup}
 
 
-# --- folders and settings -----------------------------------------------------------------------------------
+# Folders and settings
 
 
 def test_a_base_model_ends_turns_as_its_template_does(tmp_path: Path):
-    """Its folder declares `<|endoftext|>` alone; the template ends turns with a token of its own."""
+    """The folder declares only `<|endoftext|>`; the template ends turns with a different token."""
     folder = write_family(tmp_path, "qwen2_5")
     end = json.loads((folder / "generation_config.json").read_text())["eos_token_id"][1]
     for name in ("config.json", "generation_config.json"):
@@ -388,7 +388,7 @@ def test_a_reply_that_is_begun_ends_the_prompt_as_transformers_has_it(
     family, renderer = FAMILY[name], renderers[name]
     messages = [Message("user", "Was ist ein Turm?"), Message("assistant", begun)]
     expected = Reference(family, folders[name]).begun(messages)
-    # transformers drops a blank at the end where the template would drop it; a reply that goes on has it.
+    # transformers drops a trailing space where the template would drop it; a continued reply keeps it.
     expected += begun[len(begun.rstrip()) :] if not expected.endswith(begun) else ""
     assert expected.endswith(begun)
     assert renderer.render(messages, [], is_open=True) == Reference(family, folders[name]).ids(expected)

@@ -1,4 +1,4 @@
-"""Templates with forms of their own: where thoughts stand, calls they do not show, results that they number."""
+"""Templates with unusual formats: positions of the reasoning, calls that are not rendered, numbered results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support.records.model_folder import BACKUP_STOP, IGNORES_TOOLS, STOP,
 FORK = RenderSettings(OnUnstable.FORK)
 ASKED = [Message("user", "What is a rook?")]
 REASONING = Message("assistant", "A piece.", reasoning="Or a bird.")
-# What Ministral-3 has of it.
+# The part of it that Ministral-3 renders.
 CHUNKED = IGNORES_TOOLS.replace(
     "message.content +",
     "((message.content | map(attribute='thinking') | select | join('')) ~ '[/THINK]' ~ message.content[-1].text "
     "if message.content is not string else message.content) +",
 )
-# Command-R's: an answer has its number in the conversation.
+# Command-R: an answer has its number in the conversation.
 NUMBERING = (
     TEMPLATE.replace(
         "{%- for message in messages %}", "{%- set ns = namespace(n=0) %}{%- for message in messages %}", 1
@@ -42,7 +42,7 @@ NUMBERING = (
 )
 
 
-# --- thoughts -----------------------------------------------------------------------------------------------
+# Reasoning
 
 
 def test_a_thought_is_written_back_in_the_models_own_marks(tmp_path: Path):
@@ -63,11 +63,11 @@ def test_a_thought_is_a_chunk_of_the_content_where_the_template_takes_that(tmp_p
     assert "<think>" not in text
 
 
-# --- the cut of the self-test -------------------------------------------------------------------------------
+# Cutting turns in the template check
 
 
 def test_a_turn_is_cut_out_at_the_beginning_of_its_first_mark(tmp_path: Path):
-    """The prompt opens a thought; a turn that calls begins with another mark, which begins as that does."""
+    """The prompt opens reasoning; a turn with calls starts with another delimiter that has the same beginning."""
     source = TEMPLATE.replace(
         "'<|im_start|>assistant\\n' }}{%- endif", "'<|im_start|>assistant\\n<think>' }}{%- endif"
     )
@@ -82,7 +82,7 @@ def test_a_turn_is_cut_out_at_the_beginning_of_its_first_mark(tmp_path: Path):
     assert test.call_text.startswith("<tool_call>")
 
 
-# --- calls that are not shown -------------------------------------------------------------------------------
+# Calls that are not rendered
 
 
 def test_where_a_template_shows_no_earlier_calls_bridges_keep_them_and_forks_write_them(tmp_path: Path):
@@ -109,7 +109,7 @@ def test_text_beside_a_call_that_is_not_shown_stays(tmp_path: Path, family: str)
     assert "So.\n<call>" + FAMILY[family].stops[0] in text
 
 
-# --- results that are numbered ------------------------------------------------------------------------------
+# Numbered results
 
 
 def test_a_template_that_numbers_results_is_bridged_with_the_history_counted(tmp_path: Path):
@@ -133,11 +133,11 @@ def test_a_template_that_numbers_results_is_bridged_with_the_history_counted(tmp
     assert "2: is 2" in renderer.decode(path)
 
 
-# --- stop tokens --------------------------------------------------------------------------------------------
+# Stop tokens
 
 
 def _undeclared(folder: Path, template: str) -> Path:
-    """A folder that declares only a token which its template never writes."""
+    """Return a folder that declares only a token which its template never writes."""
     write_folder(folder, template)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken("<|end_of_text_part|>", special=True, normalized=False)])

@@ -1,4 +1,4 @@
-"""Messages to ids, exactly: against transformers, and turn by turn against whole renderings."""
+"""Messages to ids, exactly: compared with transformers, and turn by turn with complete renderings."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def as_openai(message: Message) -> dict[str, Any]:
 plain_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(
     lambda text: not any(literal in text for literal in SPECIAL + MARKUP)
 )
-# Text of a turn whose ids are the same after the generation prompt as on their own.
+# The text of a turn whose ids after the generation prompt equal its ids alone.
 sampled_text = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9 .,+*?!\n]{0,20}", fullmatch=True)
 calls = st.lists(plain_text, min_size=1, max_size=3).map(lambda ts: tuple(call(t, i) for i, t in enumerate(ts)))
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Message]:
-    """A conversation that ends with something for the policy to answer."""
+    """Return a conversation that ends with a message for the policy to answer."""
     messages = [Message("system", draw(plain_text))] if draw(st.booleans()) else []
     messages.append(Message("user", draw(plain_text)))
     for _ in range(draw(st.integers(0, 4))):
@@ -82,7 +82,7 @@ def conversations(draw: st.DrawFn) -> list[Message]:
     return messages
 
 
-# --- whole prompts ----------------------------------------------------------------------------------------
+# Complete prompts
 
 
 @pytest.fixture(scope="module", params=["own", "shipped"])
@@ -128,7 +128,7 @@ def test_the_developer_role_is_the_system_role(renderer: TemplateRenderer):
     )
 
 
-# --- bridges ----------------------------------------------------------------------------------------------
+# Bridges
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,4 +1,4 @@
-"""Every system, developer, user and tool message is shown to the model, or the call is refused by name."""
+"""Every system, developer, user and tool message is rendered for the model, or the call is refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def words(text: str) -> str:
 
 
 def hidden(text: str, messages: Sequence[Message]) -> list[int]:
-    """The messages that other people wrote and whose words are missing in a prompt."""
+    """Return the messages by others whose words are missing in a prompt."""
     return [
         index
         for index, message in enumerate(messages)
@@ -67,7 +67,7 @@ def test_a_message_is_shown_or_refused(renderer: TemplateRenderer, name: str):
     tools = TOOLS if has_tools else []
     try:
         bridge = renderer.bridge(appended, tools, TurnEnd())
-    except TemplateError:  # the template cannot append them, or takes no such conversation
+    except TemplateError:  # the template cannot append them, or refuses the conversation
         pass
     else:
         assert hidden(renderer.decode(bridge), appended) == []
@@ -94,7 +94,7 @@ LATER = "message.role != 'system' or loop.first"
     [
         (LATER, [SYSTEM, ASKED], None),
         (LATER, [SYSTEM, ASKED, TURN, DEVELOPER, AGAIN], (3, "developer")),
-        (LATER, [SYSTEM, ASKED, TURN, Message("system", " \n"), AGAIN], None),  # it has no text
+        (LATER, [SYSTEM, ASKED, TURN, Message("system", " \n"), AGAIN], None),  # the message has no text
         ("not loop.previtem or loop.previtem.role != message.role", [ASKED, AGAIN], (1, "user")),
         ("message.role != 'assistant'", [ASKED, TURN, AGAIN], None),
         ("message.content is string", [ASKED, Message("user", "", images=(ImageRef("0" * 64),))], (1, "user")),
@@ -115,7 +115,7 @@ def test_a_message_that_the_template_skips_is_named(
 def test_a_text_that_the_template_converts_is_shown(tmp_path: Path, change: str):
     source = IGNORES_TOOLS.replace("message.content", f"(message.content | {change} | string)")
     renderer = TemplateRenderer.from_directory(write_folder(tmp_path, source), FORK)
-    if change == "length":  # the template shows only the number of characters
+    if change == "length":  # the template renders only the number of characters
         with pytest.raises(TemplateError, match="message 0"):
             renderer.render([ASKED], [])
     else:
@@ -123,7 +123,7 @@ def test_a_text_that_the_template_converts_is_shown(tmp_path: Path, change: str)
 
 
 class CountingTemplate(ChatTemplate):
-    """Counts its renderings."""
+    """A template that counts its renderings."""
 
     num_rendered = 0
 

@@ -1,4 +1,4 @@
-"""Chat templates as they come: stable or not, with and without tools, and broken folders."""
+"""Published chat templates: stable or not, with and without tools, and broken folders."""
 
 from __future__ import annotations
 
@@ -151,12 +151,12 @@ def test_a_template_of_its_own_for_tools_is_used_with_tools(tmp_path: Path, is_n
     renderer = TemplateRenderer.from_directory(folder)
     assert renderer.facts.supports_tools
     assert "Tools:" in renderer.decode(renderer.render([Message("user", "Hi")], TOOLS))
-    with pytest.raises(TemplateError, match="must alternate"):  # as the default says
+    with pytest.raises(TemplateError, match="must alternate"):  # as the default template says
         renderer.render([Message("user", "a"), Message("user", "b")], [])
 
 
 def test_a_template_that_wants_arguments_as_text_gets_text(tmp_path: Path):
-    """The first DeepSeek templates joined them to other text."""
+    """The first DeepSeek templates concatenated the arguments with other text."""
     template = TEMPLATE.replace("(call.function.arguments | tojson)", "call.function.arguments")
     renderer = TemplateRenderer.from_directory(write_folder(tmp_path, template))
     assert renderer.facts.supports_tools
@@ -175,7 +175,7 @@ def test_a_template_that_asks_for_no_tools_may_go_through_them(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm4_5", "llama3_1", "kimi_k2"])
 def test_a_call_that_cannot_be_read_stays_the_text_it_is(tmp_path: Path, name: str):
-    """Templates that go through a call's arguments would fail on it."""
+    """Templates that iterate over a call's arguments would fail on it."""
     written = "<tool_call>\n<function=calculator>\n<parameter=expr"
     bad = ToolCall("call00000", "calculator", {}, ToolCallStatus.MALFORMED, "no end", text=written)
     renderer = TemplateRenderer.from_directory(write_family(tmp_path, name))
@@ -184,7 +184,7 @@ def test_a_call_that_cannot_be_read_stays_the_text_it_is(tmp_path: Path, name: s
 
 
 def test_a_template_that_reads_content_as_parts_gets_parts(tmp_path: Path):
-    """As those of some models that see: text stands in a list beside images."""
+    """Templates of some vision models expect this: text is an item of a list, next to images."""
     template = IGNORES_TOOLS.replace("message.content", "message.content[0].text")
     renderer = TemplateRenderer.from_directory(write_folder(tmp_path, template))
     messages = [Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "Bye")]

@@ -47,7 +47,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_a_control_token_of_punctuation_alone_leaves_other_text_as_it_is():
-    """Gemma-4's mark of a string: its end is empty, and no text begins with that."""
+    """In Gemma-4's string delimiter, the inner part is empty, and no text starts with an empty string."""
     tokenizer = Tokenizer.from_str(trained_tokenizer().to_str())
     tokenizer.add_special_tokens([AddedToken('<|"|>', special=True, normalized=False)])
     tokens = Tokens(tokenizer)
@@ -57,7 +57,7 @@ def test_a_control_token_of_punctuation_alone_leaves_other_text_as_it_is():
 
 
 def test_the_keys_of_a_tools_definition_stay_the_templates(folder: Path):
-    """Where `<function>` is a token, its inner word is still the key by which templates read a definition."""
+    """If `<function>` is a token, its inner word is still the key with which templates read a definition."""
     tokenizer = Tokenizer.from_str(trained_tokenizer().to_str())
     tokenizer.add_tokens([AddedToken("<function>", special=False, normalized=False)])
     source = (
@@ -75,7 +75,7 @@ def test_the_keys_of_a_tools_definition_stay_the_templates(folder: Path):
     assert tokenizer.token_to_id("<function>") not in renderer.ids(text)
 
 
-# --- content is text --------------------------------------------------------------------------------------
+# Content is text
 
 
 def control_ids(tokenizer: Tokenizer) -> set[int]:
@@ -83,7 +83,7 @@ def control_ids(tokenizer: Tokenizer) -> set[int]:
 
 
 def as_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The text's ids in a vocabulary without control tokens; the model, and so every other id, is the same."""
+    """Return the text's ids in a vocabulary without control tokens; all other ids are the same."""
     bare = Tokenizer(tokenizer.model)
     bare.normalizer, bare.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
     bare.add_tokens([AddedToken("    ", special=False, normalized=False)])
@@ -147,7 +147,7 @@ def test_trusted_text_keeps_its_markup_and_no_control_token(
 
 
 def test_a_policys_own_markup_stays_its_own(renderer: TemplateRenderer, tokenizer: Tokenizer):
-    """Re-rendering sampled text keeps `<think>` a token, but a special token in it is text."""
+    """Re-rendering sampled text keeps `<think>` a token, but a special token in the text becomes text."""
     messages = [
         Message("user", "Hi"),
         Message("assistant", "<think>\nx\n</think>\n\ny<|im_end|>"),
@@ -182,7 +182,7 @@ def test_nul_and_escape_codes_pass_exactly(renderer: TemplateRenderer):
     assert text in renderer.decode(renderer.render([Message("user", text)], []))
 
 
-# --- decoding ---------------------------------------------------------------------------------------------
+# Decoding
 
 
 def test_offsets_wait_for_the_last_byte_of_a_character(renderer: TemplateRenderer, tokenizer: Tokenizer):
@@ -191,7 +191,7 @@ def test_offsets_wait_for_the_last_byte_of_a_character(renderer: TemplateRendere
     decoded = renderer.decode_with_offsets(ids)
     assert decoded.text == text
     emoji = [i for i, end in enumerate(decoded.ends) if end == text.index("😀")]
-    assert len(emoji) >= 4  # the space before it, then three tokens that do not finish it
+    assert len(emoji) >= 4  # the space before it, then three tokens that leave it incomplete
     assert decoded.ends[-2:] == (len(text) - len(STOP), len(text))
 
 
@@ -206,7 +206,7 @@ def test_offsets_agree_with_decode_on_any_ids(renderer: TemplateRenderer, ids: l
 
 
 def test_decoding_bytes_that_make_no_text_is_linear(renderer: TemplateRenderer, tokenizer: Tokenizer):
-    continuation = tokenizer.token_to_id("¤")  # one byte of 0x80 to 0xbf, never valid on its own
+    continuation = tokenizer.token_to_id("¤")  # one byte of 0x80 to 0xbf, never valid alone
 
     def cpu_s(num_ids: int) -> float:
         started = time.process_time()
@@ -220,7 +220,7 @@ def test_decoding_bytes_that_make_no_text_is_linear(renderer: TemplateRenderer, 
 
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
-    """A tokenizer that writes characters it does not know as tokens of single bytes: ids 0-255."""
+    """Return a tokenizer that writes unknown characters as single-byte tokens (ids 0-255)."""
     tmp_path = tmp_path_factory.mktemp("fallback")
     write_folder(tmp_path)
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]

@@ -1,4 +1,4 @@
-"""Vocabularies as they are published: read as tiktoken and mistral-common read them, by a whole model folder."""
+"""Published vocabularies, read from a complete model folder like tiktoken and mistral-common read them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = [token.value for token in tekken.SpecialTokens]
 
 
 def kimi(folder: Path) -> Path:
-    """A folder as Kimi-K2's: ranks, code with the pattern, and the ids of the marks, with a gap between them."""
+    """Return a folder like Kimi-K2's: ranks, code with the pattern, and special token ids with a gap."""
     write_family(folder, "kimi_k2")
     (folder / "tokenizer.json").unlink()
     lines = (f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(RANKS))

@@ -1,4 +1,4 @@
-"""Each limit ends a trajectory with its own reason."""
+"""Each limit ends a trajectory with its own stop reason."""
 
 import pytest
 

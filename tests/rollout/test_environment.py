@@ -1,4 +1,4 @@
-"""Environments: tools over one state, a user, an end and a score, made once a trajectory, under its deadlines."""
+"""Environments: tools over a shared state, a user, an end and a score, created per trajectory, with deadlines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ made: list[Kitchen] = []
 
 
 class Kitchen(Environment):
-    """Pots over one fire; its cook says a line of the task's after each answer. `life` is what was asked of it."""
+    """Pots over one fire. After each answer its cook says the next line of the task. `life` records the calls."""
 
     react_timeout_s = 0.3
 
@@ -72,7 +72,7 @@ class Kitchen(Environment):
 
 
 class Clumsy(Kitchen):
-    """It has a tool of another's name, and state that no JSON holds."""
+    """An environment with a tool of another's name, and state that is not JSON."""
 
     @tool
     def calculator(self, expression: str) -> str:
@@ -81,7 +81,7 @@ class Clumsy(Kitchen):
 
     def open(self, task: RolloutTask) -> None:
         super().open(task)
-        self.shelf = [self.pots]  # held twice
+        self.shelf = [self.pots]  # stored twice
 
 
 def kitchen_task(*lines: str, **fields: object) -> RolloutTask:
@@ -169,7 +169,7 @@ async def reward_of_pots(task: RolloutTask, messages: Sequence[Message], environ
 
 
 class Looking:
-    """A loop of one's own: it asks the user, and reaches the state."""
+    """A user's own loop that asks the environment's user and reads the state."""
 
     async def run(self, task: RolloutTask, ctx) -> None:
         reply = await ctx.sample()
@@ -208,7 +208,7 @@ async def test_what_cannot_be_loaded_is_an_invalid_task(fields, problem):
 
 
 async def test_it_goes_on_after_a_lost_worker_behind_what_the_user_said(tmp_path):
-    """The worker dies in the third turn: the call's state, the line and the rest of the lines are restored."""
+    """The worker dies in the third turn: the call's state, the cook's line and the remaining lines are restored."""
     made.clear()
     feeder = Relay([kitchen_task("More.", "Thanks.")])
     replies = [call("put", pot="soup"), "Done?", call("put", pot="salt"), "Done.", "Bye."]
@@ -233,7 +233,7 @@ async def test_it_goes_on_after_a_lost_worker_behind_what_the_user_said(tmp_path
 
 
 async def test_an_episode_that_had_ended_when_its_worker_died_ends_the_same_way(tmp_path):
-    """The call that ended it runs again: its answer alone would not say so."""
+    """The call that ended the episode runs again: its answer alone does not say that it ended the episode."""
     made.clear()
     feeder = Relay([kitchen_task()])
     feeder.refuses = {StopReason.COMPLETED}
@@ -286,7 +286,7 @@ class Sloted:
 
 
 class Stove(Sloted, Environment):
-    """An environment whose state is in attributes, in slots of two classes, and in names that the service sets."""
+    """An environment with state in attributes, in slots of two classes, and in names that the service sets."""
 
     __slots__ = ("flame", "gas")
     hint = "of the class"
@@ -392,7 +392,7 @@ def test_a_task_names_it_on_the_wire_and_its_life_is_finite():
 
 
 class Market(Environment):
-    """Stalls of one kind; each task has its own tools, of which one is not in the prompt."""
+    """An environment with stalls of one kind. Each task has its own tools; one tool is not in the prompt."""
 
     @classmethod
     def variants(cls) -> Sequence[str]:
@@ -414,7 +414,7 @@ class Market(Environment):
 
 @pytest.fixture
 def market(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment `market`, registered."""
+    """Register the environment `market`."""
     monkeypatch.setattr(parts, "registered", lambda group: {"market": f"{__name__}:Market"})
 
 

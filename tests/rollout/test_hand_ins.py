@@ -1,4 +1,4 @@
-"""Records on their way: what a header says is what the record says, and one call carries what ended meanwhile."""
+"""Submission of records: a header matches its record, and one call submits all records that have ended."""
 
 import asyncio
 from dataclasses import replace
@@ -34,7 +34,7 @@ def test_a_record_is_its_makers_bytes_whatever_age_is_written_at_its_end(made, a
 
 
 class Slow:
-    """A coordinator whose calls take until they are let go."""
+    """A coordinator whose calls wait until they are released."""
 
     def __init__(self):
         self.calls = []

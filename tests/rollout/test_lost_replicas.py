@@ -1,4 +1,4 @@
-"""What trajectories lose when replicas go: nothing but the tokens that were not reported. In virtual time."""
+"""Trajectories lose only the unreported tokens when replicas are lost. In virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.fleet.live_run import STEP_S, live_run, write_checkpoint
 
 
 def test_trajectories_outlive_a_fleet_that_is_away(tmp_path: Path) -> None:
-    """One engine, killed in the middle of everything; another one is up 45 s later."""
+    """One engine is killed during all activities; another one starts 45 s later."""
     clock, policy = VirtualClock(), CountingPolicy()
 
     async def main() -> None:
@@ -37,21 +37,21 @@ def test_trajectories_outlive_a_fleet_that_is_away(tmp_path: Path) -> None:
             await killer.start("b")
             await run.until_done("r")
             records = run.store.records.values()
-            # A turn of random ids ends at its limit of tokens, if no stop token came first.
+            # A turn of random ids ends at its token limit unless a stop token comes first.
             assert {one.stop_reason for one in records} <= {StopReason.MAX_TOKENS_PER_TURN, StopReason.COMPLETED}
             assert all(one.is_complete and one.attempt == 0 for one in records)
             waited = [one for one in records if one.timings.unavailable_s]
             assert waited
             assert all(45.0 <= one.timings.unavailable_s < 55.0 for one in waited)
             num_wasted = policy.num_sampled - num_recorded(run)
-            # At most what two seconds sample is lost of each.
+            # Each trajectory loses at most the tokens of two seconds.
             assert 0 <= num_wasted <= len(waited) * (2.0 / STEP_S + 2)
 
     clock.run(main())
 
 
 def test_a_kill_costs_the_seconds_that_were_not_reported(tmp_path: Path) -> None:
-    """Every record is whole and exact; without reports a kill costs every turn that runs there."""
+    """Every record is complete and exact; without reports, a kill would discard every turn on the replica."""
     loss, unreported = (run_with_kills(tmp_path, pace) for pace in (ReportPace(), ReportPace(1e9, 10**9)))
     assert len(loss.records) == 64
     assert all(one.is_complete for one in loss.records)

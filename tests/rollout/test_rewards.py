@@ -1,4 +1,4 @@
-"""Rewards: the shipped functions, finding one, and that no reward function can hurt a trajectory."""
+"""Rewards: the shipped functions, lookup by name, and isolation of failing reward functions."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ async def test_slow_functions_time_out() -> None:
 
     assert await score_of(stuck, timeout_s=0.05) == (None, "timed out after 0.05 s")
     assert await score_of(slow, timeout_s=0.05) == (None, "timed out after 0.05 s")
-    release.set()  # the abandoned thread ends and finds nobody waiting
+    release.set()  # the abandoned thread ends and no caller waits for it
 
 
 async def test_an_async_function_that_ignores_cancellation_does_not_hold_score_up() -> None:
@@ -252,7 +252,7 @@ async def test_cancellation_passes_through() -> None:
 
 
 class OneJudge:
-    """The only other model, which says yes."""
+    """The only model besides the policy. It answers yes."""
 
     async def chat(self, call: ModelCall) -> str:
         assert call.model == "judge"

@@ -1,4 +1,4 @@
-"""The times of a trajectory: what each turn and each tool call took, where it ran, and what was thrown away."""
+"""The times of a trajectory: duration and replica of each turn and tool call, and the discarded work."""
 
 from __future__ import annotations
 

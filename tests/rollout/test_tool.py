@@ -1,4 +1,4 @@
-"""`@tool`: schema from hints and docstring, and validation messages the policy can read."""
+"""`@tool`: schemas from type hints and docstrings, and validation messages for the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that are opened for a task: before the loop, with deadlines of their own, and closed once in every end."""
+"""Stateful tools: opened before the loop with separate deadlines, and closed once for every outcome."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_session_in_the_place_of_one_that_was_too_late_is_opened_too():
 
 
 async def test_no_setup_and_no_open_are_two_things():
-    """A tool that says it opens, and whose session cannot, is a mistake that the first trajectory tells."""
+    """A session without `open` is an error if its tool sets `open_timeout_s`; the first trajectory reports it."""
 
     class Closed(Garden):
         def open_session(self, trajectory_id: str, seed: int):
@@ -140,11 +140,11 @@ async def test_a_worker_that_ends_closes_once(during: str):
     assert [bed.life.count("close") for bed in garden.beds] == [1]
 
 
-# --- resuming ---------------------------------------------------------------------------------------------
+# Resuming
 
 
 async def resumed(tmp_path, garden: Garden, *words: str):
-    """A worker is lost after these words; returns the next one's record, which plants one more, and its engine."""
+    """Lose a worker after these words. Returns the next worker's record, with one more plant, and its engine."""
     feeder = Relay([garden_task()])
     replies, journal = [*plants(*words, "elm"), DONE], TurnJournal(JournalFolder(tmp_path), 0.02, young_s=0.0)
     first = HangingEngine(*replies, hangs_at=len(words))
@@ -180,7 +180,7 @@ async def test_one_that_cannot_begins_at_the_start(tmp_path):
 
 
 async def test_a_state_that_cannot_be_restored_is_not_begun_with(tmp_path):
-    """The session that took in half of a lost one's state is closed, and the trajectory begins with a new one."""
+    """A session that restored only part of a lost state is closed, and the trajectory starts with a new one."""
     garden = KeptGarden()
     record, _ = await resumed(tmp_path, garden, "fir", "salt")
     assert (record.num_resumed_turns, record.reward) == (0, 4.0)
@@ -191,7 +191,7 @@ async def test_a_state_that_cannot_be_restored_is_not_begun_with(tmp_path):
     ]
 
 
-# --- sets of tools ----------------------------------------------------------------------------------------
+# Tool sets
 
 
 class Two:

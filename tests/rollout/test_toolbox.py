@@ -1,4 +1,4 @@
-"""The toolbox: a result for every call whatever the tool does, caps that hold, sessions that always close."""
+"""The toolbox: a result for every call, also from failing tools, enforced caps, and sessions that always close."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Body = Callable[["FakeToolSession", Mapping[str, JSON]], Awaitable[str]]
 
 
 class FakeToolSession:
-    """A session whose call is a given coroutine function, with `numbers` as its state."""
+    """A session whose call is a given coroutine function and whose state is `numbers`."""
 
     def __init__(self, fake: FakeTool, trajectory_id: str, seed: int) -> None:
         self.fake, self.trajectory_id, self.seed = fake, trajectory_id, seed
@@ -44,7 +44,7 @@ class FakeToolSession:
 
 
 class FakeTool:
-    """A tool that remembers its sessions."""
+    """A tool that records its sessions."""
 
     def __init__(
         self, body: Body, name: str = "fake", on_close: Callable[[], Awaitable[None]] | None = None, **caps: Any
@@ -106,7 +106,7 @@ async def answer(body: Body, **caps: Any) -> ToolResult:
     return result
 
 
-# --- declaring --------------------------------------------------------------------------------------------
+# Declarations
 
 
 def test_duplicate_names_are_refused() -> None:
@@ -131,14 +131,14 @@ def test_unknown_and_repeated_names_are_refused(names: list[str], text: str) -> 
         assert caught.value.param == "tools"
 
 
-# --- results ----------------------------------------------------------------------------------------------
+# Results
 
 
 async def test_calls_run_at_once_and_results_come_in_call_order() -> None:
     both_run = asyncio.Barrier(3)
 
     async def meet(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
-        await both_run.wait()  # passes only if all three run together
+        await both_run.wait()  # passes only if all three run at the same time
         await asyncio.sleep(0.01 * (3 - arguments["n"]))
         return f"answer {arguments['n']}"
 
@@ -237,7 +237,7 @@ async def test_a_session_that_cannot_open_is_an_error() -> None:
     assert result.content == "Error: ConnectionError"
 
 
-# --- time -------------------------------------------------------------------------------------------------
+# Timeouts
 
 
 async def test_a_timeout_is_an_error_and_the_next_call_gets_a_new_session() -> None:
@@ -276,7 +276,7 @@ async def test_a_tool_that_ignores_cancellation_is_abandoned_and_frees_its_slot(
         assert toolbox.num_abandoned == 1
         [good] = await scope.run([call(slow=False)], MAX_BYTES)
         assert good.content == "ok"
-        await toolbox.close()  # does not wait for it either
+        await toolbox.close()  # does not wait for the call either
         released.set()
         while toolbox.num_abandoned:
             await asyncio.sleep(0)
@@ -299,7 +299,7 @@ async def test_a_session_with_other_calls_in_flight_is_closed_after_them() -> No
     async with asyncio.timeout(30):
         first = asyncio.create_task(scope.run([call(n=0)], MAX_BYTES))
         await asyncio.sleep(0.2)
-        second = asyncio.create_task(scope.run([call(n=1)], MAX_BYTES))  # in flight when the first times out
+        second = asyncio.create_task(scope.run([call(n=1)], MAX_BYTES))  # in flight when the first one times out
         await first
         release.set()
         [result] = await second
@@ -337,7 +337,7 @@ async def test_the_wait_for_a_slot_is_not_part_of_the_timeout() -> None:
     assert {r.content for r in results} == {"ok"}
 
 
-# --- cancellation and closing -----------------------------------------------------------------------------
+# Cancellation and closing
 
 
 async def test_cancellation_passes_through_and_reaches_the_tool() -> None:
@@ -348,7 +348,7 @@ async def test_cancellation_passes_through_and_reaches_the_tool() -> None:
         try:
             await asyncio.sleep(LONG_S)
         finally:
-            await asyncio.sleep(0.05)  # cleanup that awaits is not cut short by the close that follows
+            await asyncio.sleep(0.05)  # the following close does not interrupt cleanup that awaits
             ended.set()
         return ""
 
@@ -442,7 +442,7 @@ async def test_closing_the_toolbox_closes_scopes_and_tools_once() -> None:
         toolbox.open(["fake"], "t", 0)
 
 
-# --- output -----------------------------------------------------------------------------------------------
+# Output
 
 
 async def test_output_is_capped_by_the_smaller_bound_with_a_visible_mark() -> None:
@@ -494,7 +494,7 @@ def test_a_cap_is_never_exceeded_and_cuts_between_characters(text: str, max_byte
         assert size <= max_bytes
 
 
-# --- finding tools ----------------------------------------------------------------------------------------
+# Tool lookup
 
 
 @tool

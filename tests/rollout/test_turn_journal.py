@@ -1,4 +1,4 @@
-"""Trajectories whose worker died: what they go on from, what is not run again, and what the files survive."""
+"""Trajectories whose worker died: the turns that are restored, calls that are not repeated, and damaged files."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ ANSWER = "The answer is 5."
 
 
 class Lookup:
-    """A tool without state that notes its calls, and hangs at words that it is told."""
+    """A stateless tool that records its calls and hangs at given words."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -64,7 +64,7 @@ class Lookup:
 
 
 async def written(folder) -> None:
-    """Wait until the journal has something on disk, and some more for what came with it."""
+    """Wait until the journal is on disk, and longer for entries that were written at the same time."""
     while not files(folder):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
@@ -88,7 +88,7 @@ async def undisturbed(rollout_task, replies, **options):
 
 
 def assert_same(found, expected, num_resumed_turns: int) -> None:
-    """The record is the one of an undisturbed run: of what differs, the engine's cache and the clock are told."""
+    """Check that the record equals that of an undisturbed run, except for the engine's cache and the clock."""
     assert (found.attempt, found.num_resumed_turns) == (1, num_resumed_turns)
     assert to_builtins(comparable(found)) == to_builtins(comparable(expected))
 
@@ -148,7 +148,7 @@ async def test_answers_that_were_there_are_used_and_the_other_calls_run_again(tm
 
 
 async def test_it_goes_on_after_every_death(tmp_path):
-    """Each worker gets one turn further; the last one has the turns of all of them."""
+    """Each worker gets one turn further; the last one has the turns of all workers."""
     rollout_task, noted = task(tools=("lookup",)), Lookup()
     feeder = Relay([rollout_task])
     for _ in range(3):
@@ -217,7 +217,7 @@ SPENT_S = 1.0
 
 
 class AsksTwice:
-    """A loop of its own that resumes: it asks once more, and rewards each turn."""
+    """A user's own loop that resumes: it asks once more, and rewards each turn."""
 
     left_s: float | None = None
 
@@ -236,7 +236,7 @@ class AsksTwice:
 
 
 class AsksTwiceSlowly(AsksTwice):
-    """The same, after some of its time."""
+    """AsksTwice with a delay."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await asyncio.sleep(SPENT_S)
@@ -244,14 +244,14 @@ class AsksTwiceSlowly(AsksTwice):
 
 
 class AsksTwiceAgain:
-    """The same without `resume`."""
+    """AsksTwice without `resume`."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await AsksTwice().run(task, ctx)
 
 
 class CutsItsFirstTurn(AsksTwice):
-    """The same, with a first turn that it cuts itself."""
+    """AsksTwice with a first turn that the loop cuts itself."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample(max_tokens=2)
@@ -292,7 +292,7 @@ async def test_a_users_loop_goes_on_if_it_can(tmp_path, loop, num_resumed):
 
 
 class Pot:
-    """A tool with a state of its own, which can be carried over or not."""
+    """A stateful tool whose state can be restored or not."""
 
     def __init__(self, *, can_be_carried: bool, fails: bool = False) -> None:
         self.spec = ToolSpec("pot", "Put one in.", {"type": "object"}, timeout_s=1.0)
@@ -365,7 +365,7 @@ async def test_what_is_dropped_for_its_age_is_not_gone_on_from(tmp_path):
     class Updated(HangingEngine):
         async def generate(self, request, on_progress=None):
             generation = await super().generate(request, on_progress)
-            await asyncio.sleep(0.2)  # the turn before is on disk
+            await asyncio.sleep(0.2)  # the previous turn is on disk
             return replace(generation, load=replace(self.load(), weight_version=self.num_turns))
 
     feeder = Older([task(tools=("lookup",))], staleness=StalenessLimit(1, OnStale.DROP))
@@ -378,7 +378,7 @@ def test_shipped_loops_can_go_on():
     assert all(issubclass(loop, ResumableLoop) for loop in SHIPPED_LOOPS.values())
 
 
-# --- the files ---------------------------------------------------------------------------------------------
+# Files
 
 ASSIGNMENT = Assignment("r/g/0", "g", 0, task(), Lease("l", "a", "sim://a"), rollout_id="r")
 
@@ -413,7 +413,7 @@ async def begun(journal, attempt: int = 0, mark: bytes = b"task"):
 
 
 class HeldThread(ThreadPoolExecutor):
-    """A thread that does nothing before it is let."""
+    """A thread that does nothing until it is released."""
 
     def __init__(self):
         super().__init__(1)
@@ -429,13 +429,13 @@ class HeldThread(ThreadPoolExecutor):
 
 @pytest.mark.parametrize("call", ["flush", "close"])
 async def test_a_flush_ends_after_what_is_being_written(tmp_path, call):
-    """A worker says goodbye after a flush: who goes on with its work then finds all of it."""
+    """A worker deregisters after a flush, and the next worker of its samples then finds all entries."""
     thread = HeldThread()
-    thread.submit(lambda: None)  # the write waits for its turn
+    thread.submit(lambda: None)  # the write is queued
     journal = TurnJournal(JournalFolder(tmp_path, thread), flush_s=0.0, young_s=0.0)
     run = await begun(journal)
     run.append(finished_turns(1)[0])
-    while not run.is_kept:  # the write is on its way
+    while not run.is_kept:  # the write is in progress
         await asyncio.sleep(0.001)
     ended = asyncio.create_task(getattr(journal, call)())
     await asyncio.sleep(0.05)
@@ -505,8 +505,11 @@ async def test_of_several_runs_the_one_with_the_most_tokens_counts(tmp_path):
 
 
 async def test_what_worker_and_coordinator_left_together_is_gone_on_from(tmp_path):
-    """B2: a new coordinator counts attempts from 0. The sample comes to a worker that was there before, or to a new
-    one whose first sweep found no coordinator."""
+    """B2: a new coordinator counts attempts from 0.
+
+    The sample is assigned to a worker that existed before, or to a new worker whose first sweep did not reach the
+    coordinator.
+    """
 
     async def absent(_):
         raise ServiceUnavailable("it starts")
@@ -520,7 +523,7 @@ async def test_what_worker_and_coordinator_left_together_is_gone_on_from(tmp_pat
             await lost.flush()
         with pytest.raises(ServiceUnavailable):
             await new.sweep(absent)
-        assert (await begun(old)).kept is None  # it is known as nobody's work: it costs no look at the folder
+        assert (await begun(old)).kept is None  # it is known to be unclaimed, so the folder is not read
         for journal, assignment in ((old, replace(ASSIGNMENT, is_restored=True)), (new, ASSIGNMENT)):
             again = await journal.begin(assignment, lambda: b"task")
             assert (len(again.kept.turns), again.kept.attempt, again.attempt) == (2, 2, 3)
@@ -537,7 +540,7 @@ async def test_a_worker_that_was_given_up_for_lost_spoils_nothing(tmp_path):
         await new.flush()
         lost.append(entries[1])
         await old.flush()
-        lost.append(entries[2])  # torn: it is stopped in the middle of writing it
+        lost.append(entries[2])  # a torn entry: the writer is stopped during the write
         await old.flush()
         assert len((await begun(new, 2)).kept.turns) == 3
         run.forget()
@@ -585,7 +588,7 @@ async def test_a_sweep_removes_what_has_its_record(tmp_path):
             run = await journal.begin(replace(ASSIGNMENT, assignment_id=f"r/g/{index}"), lambda: b"task")
             run.append(finished_turns(1)[0])
         await journal.flush()
-        async with journal_at(tmp_path) as other:  # of a worker that knows of no attempt, as after two restarts
+        async with journal_at(tmp_path) as other:  # a worker that knows no attempt, as after two restarts
             await other.sweep(unfinished)
             assert len(files(tmp_path)) == 2
             for index, is_kept in enumerate((True, False, True)):
@@ -608,5 +611,5 @@ async def test_time_that_was_spent_counts_and_time_in_which_nobody_ran_it_does_n
         await feeder.is_done.wait()
     assert first_s is not None
     assert AsksTwice.left_s is not None
-    slack_s = SPENT_S / 2  # what was spent after the last turn that was written is not known
+    slack_s = SPENT_S / 2  # the time after the last written turn is unknown
     assert 0 < AsksTwice.left_s <= first_s + slack_s < 500.0

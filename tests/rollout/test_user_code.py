@@ -1,5 +1,7 @@
-"""User code is a boundary: whatever a loop, tool or reward does, its trajectory ends with a record that says so,
-and nobody else notices."""
+"""User code is a boundary: no failure of a loop, tool or reward affects another trajectory.
+
+The trajectory of the failing code ends with a record that states the failure.
+"""
 
 import asyncio
 import sys
@@ -29,14 +31,14 @@ HERE = "tests.rollout.test_user_code"
 
 
 class Storing(FakeCoordinator):
-    """Takes what a store could hold, and refuses the rest as the real one does."""
+    """Accepts the records that a store can hold, and refuses others like the real store."""
 
     async def finish_one(self, worker_id, trajectory):
         await super().finish_one(worker_id, decode(encode(trajectory), Trajectory))
 
 
 class Bounded(FakeCoordinator):
-    """Takes records up to a bound, and refuses larger ones as the private port does."""
+    """Accepts records up to a size, and refuses larger ones like the private port."""
 
     max_bytes = 3_200
     num_refused = 0
@@ -62,7 +64,7 @@ async def test_a_record_beyond_the_bound_is_handed_in_once_without_what_its_traj
 
 
 class Sprawls:
-    """Says more than a record may hold."""
+    """A loop whose messages exceed the size of a record."""
 
     async def run(self, task, ctx):
         await ctx.sample()
@@ -70,7 +72,7 @@ class Sprawls:
 
 
 async def beside_good_ones(*bad: RolloutTask, timeout_s: float = 30, tools=(), **config):
-    """Run bad tasks among eight good ones; return the bad ones' records once the good ones have been checked."""
+    """Run bad tasks among eight good ones. Return the records of the bad tasks after checking the good ones."""
     feeder = Storing([*bad, *(task(f"good{n}") for n in range(8))])
     engines = {"sim://a": scripted_engine(CALL, ANSWER)}
     async with running_worker(feeder, engines, tools=tools, **config) as worker, asyncio.timeout(timeout_s):
@@ -80,7 +82,7 @@ async def beside_good_ones(*bad: RolloutTask, timeout_s: float = 30, tools=(), *
     return [feeder.records[f"{one.task_id}/0"] for one in bad]
 
 
-# --- loading and constructing -----------------------------------------------------------------------------
+# Loading and construction
 
 
 class WantsAnArgument:
@@ -178,11 +180,11 @@ async def test_modules_are_imported_off_the_event_loop_and_failures_are_remember
     assert max(gaps) < 2.0  # also on busy cores
 
 
-# --- running ----------------------------------------------------------------------------------------------
+# Running
 
 
 class Raises:
-    """Raises, after a turn, what its task's reference names."""
+    """A loop that raises the error named by its task's reference after a turn."""
 
     async def run(self, rollout_task, ctx):
         await ctx.sample()
@@ -218,7 +220,7 @@ async def test_what_a_loop_raises_is_its_own_failure(what: str):
 
 
 class Observes:
-    """Observes what no record can hold."""
+    """A loop that observes values that a record cannot hold."""
 
     async def run(self, rollout_task, ctx):
         await ctx.sample()
@@ -236,7 +238,7 @@ async def test_a_message_that_no_record_can_hold_is_a_failure_at_once(what: str)
 
 
 class Spoils:
-    """Puts into the conversation, past every check, what no record can hold."""
+    """A loop that puts values into the conversation, bypassing every check, that a record cannot hold."""
 
     async def run(self, rollout_task, ctx):
         await ctx.sample()
@@ -250,11 +252,11 @@ async def test_a_record_that_cannot_be_encoded_is_replaced_at_once():
     assert found.messages == task().messages
 
 
-# --- code that does not end -------------------------------------------------------------------------------
+# Code that does not end
 
 
 class Stubborn:
-    """Ignores every cancellation, and goes on to ask for turns."""
+    """A loop that ignores every cancellation and continues to request turns."""
 
     refused: ClassVar[list[str]] = []
     release = threading.Event()
@@ -341,12 +343,12 @@ async def test_threads_that_hang_are_counted_and_bounded():
 
 
 class Blocks:
-    """Blocks the event loop until the log names it."""
+    """A loop that blocks the event loop until the log names it."""
 
     logs: ClassVar[list[EventDict]] = []
 
     async def run(self, rollout_task, ctx):
-        while "Blocks of bad/0" not in str(self.logs):  # on a busy host the watch may look too late
+        while "Blocks of bad/0" not in str(self.logs):  # on a busy host, the watch may check too late
             time.sleep(0.5)  # noqa: ASYNC251 - the test is about blocking calls
             await asyncio.sleep(0.1)
 
@@ -360,12 +362,12 @@ async def test_what_blocks_the_event_loop_is_named(monkeypatch):
     told = [line for line in logs if line["event"] == "event_loop_blocked" and "Blocks" in line["by"]]
     assert {line["by"] for line in told} == {f"loop {HERE}:Blocks of bad/0"}
     assert told[0]["at"].endswith(" in run")
-    assert watch.blocked is not None  # a busy host blocks the loop too, and the last one counts
+    assert watch.blocked is not None  # a busy host blocks the loop too, and the last block counts
     assert watch.longest_s >= 0.2
 
 
 class Frozen(LoopWatch):
-    """A watch that sees its loop in a stack without user code, as on a host whose CPUs are all busy."""
+    """A watch that sees its loop in a stack without user code, as on a host with busy CPUs."""
 
     places: ClassVar[list[str]] = []
     is_computing = False
@@ -395,7 +397,7 @@ async def test_a_loop_that_waits_for_a_cpu_blames_no_code(is_computing, monkeypa
     assert {line["event"] for line in logs} == {"event_loop_blocked" if is_computing else "host_short_of_cpu"}
 
 
-# --- tools ------------------------------------------------------------------------------------------------
+# Tools
 
 
 class Poison:
@@ -444,7 +446,7 @@ async def test_what_a_reward_raises_is_its_own_failure(name: str):
 
 
 class CountsItsReads(str):
-    """A text that knows how much of it was encoded."""
+    """A text that records how many of its characters were encoded."""
 
     num_encoded = 0
 

@@ -1,4 +1,4 @@
-"""Many loops in one worker: what is recorded, how it ends, and that one failure stays one failure."""
+"""Many loops in one worker: their records and stop reasons, and isolation of failures."""
 
 import asyncio
 import shutil
@@ -121,7 +121,7 @@ async def test_a_task_is_sampled_with_every_option_that_it_names():
             name: value for name, value in options.items() if name != "stop_token_ids"
         }
         assert turn.sampling.stop_token_ids == (*RENDERER.stop_token_ids, 9)
-    assert path.constrained[path.response_mask].all()  # by the bias
+    assert path.constrained[path.response_mask].all()  # constrained by the bias
     stopped = await one(replace(task(), stop=("answer",)), "The answer is 5.")
     assert stopped.messages[-1].content == "The"
     endless = await one(replace(task(), ignore_eos=True, stop_token_ids=(RENDERER.stop_token_ids[0],)), ANSWER)
@@ -144,7 +144,7 @@ async def test_a_long_constraint_is_in_the_record_once():
 
 
 class AsksTwice:
-    """A loop of two turns, whatever is answered."""
+    """A loop of two turns, independent of the answers."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample()
@@ -153,12 +153,12 @@ class AsksTwice:
 
 
 async def test_every_prompt_extends_the_turn_before():
-    """Turn n's prompt is turn n-1's prompt and response, bit by bit, plus what was observed."""
+    """Turn n's prompt is the prompt and response of turn n-1, byte for byte, followed by the observed messages."""
     trajectory = await one(task(), CALL, CALL, CALL, ANSWER)
     (path,) = trajectory.paths
     from_template = RENDERER.render(list(trajectory.messages), _definitions())
     whole = [*path.prompt_ids.tolist(), *path.response_ids.tolist()]
-    # The scripted ids are the canonical ones, so the whole conversation rendered at once must be the same.
+    # The scripted ids are canonical, so rendering the complete conversation must give the same ids.
     assert from_template[: len(whole)] == whole
 
 
@@ -240,7 +240,7 @@ async def test_excess_calls_and_long_responses_are_marked_and_go_on():
 
 
 async def test_a_template_that_rewrites_history_forks_with_its_reason(tmp_path):
-    """The fallback: what was sampled stays a path of its own, and the next turn begins another."""
+    """Fallback: the sampled tokens stay in one path, and the next turn starts another path."""
     folder = shutil.copytree(POLICY, tmp_path / "model")
     template = folder / "chat_template.jinja"
     shortened = "{{- message.content if loop.last else 'Earlier words.' }}"
@@ -332,7 +332,7 @@ class Raising:
 
 
 class AsksAgain:
-    """Observes a message of its own between two turns."""
+    """A loop that observes a message between two turns."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample()
@@ -347,7 +347,7 @@ async def test_a_users_loop_by_import_path():
 
 
 class AsksForLittle:
-    """Cuts its first turn by itself, and asks for the answer."""
+    """A loop that cuts its first turn with a token limit, and then asks for the answer."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         turn = await ctx.sample(max_tokens=6)
@@ -436,7 +436,7 @@ def broken_reward(task, messages):
 
 
 class ScoresItself:
-    """A loop that says all that a loop may say."""
+    """A loop that sets every field that a loop can set."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample()
@@ -456,7 +456,7 @@ class ScoresItself:
 
 
 def from_the_record(task, messages, trajectory):
-    """A reward of what the loop has said."""
+    """Score a record from the fields that the loop set."""
     return Score(trajectory.reward / 2, main=PathScore(tokens=trajectory.path.response_mask * 0.5))
 
 
@@ -490,7 +490,7 @@ async def test_what_a_loop_says_wrongly_is_told_and_what_failed_is_not_trainable
 
 
 class Counter:
-    """An environment: its tool counts up, and its score is how near the count is to the task's reference."""
+    """An environment whose tool counts up. Its score is the distance between the count and the task's reference."""
 
     def __init__(self, fate: str = "") -> None:
         self.spec = ToolSpec("count", "Count up.", {"type": "object"}, score_timeout_s=0.1)
@@ -602,7 +602,7 @@ async def test_no_replica_left_is_a_failed_record():
 
 
 async def test_an_operators_abort_goes_on_as_the_same_turn():
-    """pause(ABORT) cuts the turn; what was sampled stays and the turn goes on after the resume."""
+    """pause(ABORT) cuts the turn. The sampled tokens stay, and the turn continues after the resume."""
     engine = scripted_engine(" ".join(["word"] * 400))
     feeder = FakeCoordinator([task(tools=(), limits=Limits(max_tokens_per_turn=2000))])
     async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(60):
@@ -643,7 +643,7 @@ async def test_a_record_is_offered_until_it_is_durable():
 
 
 class UpdatedAfterATurn(SimulatedEngine):
-    """Gets version 1 when its first turn has been sampled, and says so with that turn's answer."""
+    """An engine that gets version 1 when its first turn has been sampled, and reports it with the turn's answer."""
 
     def __init__(self, checkpoint, *replies):
         super().__init__(SPEC, policy=ScriptedPolicy(turns(*replies)))
@@ -660,7 +660,7 @@ class UpdatedAfterATurn(SimulatedEngine):
 
 
 async def stale(tmp_path, limit: StalenessLimit):
-    """What becomes of a trajectory of two turns that an update meets between them."""
+    """Return the record of a two-turn trajectory that an update interrupts between the turns."""
     engine = UpdatedAfterATurn(tmp_path, "Perhaps 4.", ANSWER)
     feeder = FakeCoordinator([task(loop="tests.rollout.test_worker:AsksAgain")], staleness=limit)
     trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
@@ -685,7 +685,7 @@ async def test_finish_runs_no_tool_for_a_turn_that_will_not_follow(tmp_path):
 
 @pytest.mark.parametrize("on_stale", [OnStale.MASK, OnStale.FINISH])
 async def test_a_trajectory_that_reached_its_own_end_keeps_its_reward(tmp_path, on_stale):
-    """The update comes with the answer of the last turn."""
+    """The update arrives with the answer of the last turn."""
     engine = UpdatedAfterATurn(tmp_path, ANSWER)
     feeder = FakeCoordinator([task()], staleness=StalenessLimit(0, on_stale))
     trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
@@ -726,7 +726,7 @@ async def test_a_failed_trajectory_keeps_its_own_reason(tmp_path):
 
 
 async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_path):
-    """Its tokens so far are kept, and it is a turn cut by an abort."""
+    """Its tokens are kept, and the record shows a turn cut by an abort."""
     engine = scripted_engine(" ".join(["word"] * 400))
     limits = Limits(max_tokens_per_turn=2000)
     feeder = FakeCoordinator([task(tools=(), limits=limits)], staleness=StalenessLimit(0, OnStale.FINISH))
@@ -735,7 +735,7 @@ async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_pa
             await asyncio.sleep(0)
         await engine.stage(WeightUpdate(1, str(write_checkpoint(tmp_path))))
         await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
-        await engine.commit(1)  # its answer, which the abort brings, tells of version 1
+        await engine.commit(1)  # the answer that the abort causes reports version 1
         await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)
         await engine.resume()
         await feeder.is_done.wait()
@@ -746,7 +746,7 @@ async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_pa
 
 
 class Again(FakeCoordinator):
-    """Gives a dropped sample out again to the worker that dropped it, before that has the answer."""
+    """A coordinator that reassigns a dropped sample to the same worker, before the worker has the answer."""
 
     def __init__(self, tasks, **options):
         super().__init__(tasks, **options)
@@ -818,7 +818,7 @@ async def test_a_loop_that_the_workers_end_cancels_has_not_failed():
 
 
 async def test_a_full_worker_waits_for_work_or_cancellations_as_any_other():
-    """The call that waits is its sign of life."""
+    """Its waiting call also serves as its heartbeat."""
     feeder = FakeCoordinator([task(limits=Limits(timeout_s=1.0))])
     waits: list[tuple[int, float]] = []
 

@@ -1,4 +1,4 @@
-"""Tasks that show images: their records, and what ends them."""
+"""Tasks with images: their records and stop reasons."""
 
 import pytest
 
@@ -70,7 +70,7 @@ async def test_images_of_a_task_are_in_its_record(renderer):
 @pytest.mark.parametrize("takes_images", [True, False])
 async def test_an_image_that_cannot_be_shown_ends_the_trajectory(renderer, takes_images):
     engine = seeing(renderer)
-    brought = (RED,) if takes_images else (RED, BLUE)  # the loop shows BLUE, which the task does not bring
+    brought = (RED,) if takes_images else (RED, BLUE)  # the loop shows BLUE, which the task does not contain
     record = await rolled_out(engine, task(*brought), renderer, takes_images=takes_images)
     assert record.stop_reason is StopReason.LOOP_FAILED
     assert not record.is_complete

@@ -1,4 +1,4 @@
-"""How many begin, in which order the others wait, and where what has begun goes on: the balancer told of turns."""
+"""Number of started trajectories, the order of the waiting ones, and the placement of running ones."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +31,7 @@ def turn(balancer, lease, context, now, sampled=100, cached=None, known=0):
 
 
 def fill(balancer, limit=100, prefix="t"):
-    """Begin trajectories of 1,000 prompt tokens as long as there is room."""
+    """Start trajectories of 1,000 prompt tokens while there is capacity."""
     leases = {}
     while balancer.has_room(demand("", "", 1000)) and len(leases) < limit:
         name = f"{prefix}{len(leases)}"
@@ -59,11 +59,12 @@ def test_a_replica_thrashes_when_turns_that_return_find_less_than_half_of_their_
 
 
 def test_as_many_begin_as_their_kv_and_its_growth_fit():
-    assert len(fill(Balancer(small_fleet(), SHORT))) == 5  # of 10,000: 1,000 of a prompt and 1,000 promised each
+    # 10,000 tokens: 1,000 of a prompt and 1,000 reserved for growth, for each
+    assert len(fill(Balancer(small_fleet(), SHORT))) == 5
 
 
 def test_the_promise_follows_turns_and_trajectories_that_ended():
-    """Short turns promise little, and a trajectory is promised no more than a whole one grows by."""
+    """Short turns reserve little, and a trajectory reserves no more than complete ones grow by."""
     by_turns, by_ends = Balancer(small_fleet(kv_tokens=50_000)), Balancer(small_fleet(kv_tokens=50_000))
     before = len(fill(Balancer(small_fleet(kv_tokens=50_000))))
     lease = by_turns.acquire(demand("t", "g", 1000), 0.0)
@@ -94,7 +95,7 @@ def test_siblings_share_their_prompt_in_the_count():
     while balancer.has_room(one := demand(f"g/{num}", "g", 5000, group_size=16)):
         balancer.acquire(one, 0.0)
         num += 1
-    assert num == 15  # 5,000 once, and 1,000 promised each
+    assert num == 15  # 5,000 once, and 1,000 reserved for each
 
 
 def test_a_common_beginning_of_prompts_counts_once():
@@ -103,7 +104,7 @@ def test_a_common_beginning_of_prompts_counts_once():
     while balancer.has_room(one := replace(session(f"s{len(leases)}", 9.0), **common)):
         leases.append(balancer.acquire(one, 0.0))
         turn(balancer, leases[-1], 5000, 1.0)
-    assert len(leases) == 8  # 4,096 tokens once; for each 904 more and 1,000 promised
+    assert len(leases) == 8  # 4,096 tokens once; 904 more and 1,000 reserved for each
     balancer.check()
     for lease in leases:
         balancer.release(lease, None, 2.0)
@@ -145,7 +146,7 @@ def test_a_long_tool_gives_its_room_to_what_waits_and_returns_in_order_of_arriva
     assert not balancer.has_room(demand("n", "n", 1000)), "what waits goes before what is new"
     assert balancer.next_up() == ("t3",)
     with pytest.raises(NoHealthyReplica):
-        balancer.move(leases["t1"], is_failed=False)  # it asked later
+        balancer.move(leases["t1"], is_failed=False)  # requested after the first trajectory
     while balancer.lease_of("t3") == leases["t3"]:
         with suppress(NoHealthyReplica):
             balancer.move(leases["t3"], is_failed=False)
@@ -226,7 +227,7 @@ def test_in_the_tail_a_turn_s_end_moves_its_trajectory_to_a_replica_that_has_muc
     assert all(lease is not None and lease.replica_id == "b" for lease in moved.values())
     old = next(iter(moved))
     lease = next(one for one in leases if one.lease_id == old)
-    assert balancer.move(lease, is_failed=True) == moved[old]  # it has moved already
+    assert balancer.move(lease, is_failed=True) == moved[old]  # already moved
     balancer.check()
 
 
@@ -364,7 +365,7 @@ def test_kv_that_was_to_be_there_and_was_computed_again_counts_as_lost():
     lease = balancer.acquire(demand("t", "g", 1000), 0.0)
     turn(balancer, lease, 1000, 0.0, cached=0)
     for number in range(60):
-        turn(balancer, lease, 1000, float(number), cached=980, known=1000)  # all but a part of a block
+        turn(balancer, lease, 1000, float(number), cached=980, known=1000)  # all except a part of a block
     assert balancer.share.value == 1.0
     for number in range(60):
         turn(balancer, lease, 1000, float(number), cached=0, known=1000)

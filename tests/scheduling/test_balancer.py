@@ -143,7 +143,7 @@ def test_a_move_that_finds_no_replica_keeps_the_lease():
     fleet = fleet_of("a")
     balancer = Balancer(fleet)
     lease = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
-    fleet.set_weight_version(1)  # nobody holds it yet
+    fleet.set_weight_version(1)  # no replica has it yet
     with pytest.raises(NoHealthyReplica):
         balancer.move(lease, is_failed=True)
     assert balancer.lease_of("r/g/0") == lease
@@ -158,7 +158,7 @@ def test_the_leases_of_a_dropped_replica_count_no_more_even_when_it_returns():
     balancer.drop_replica("a")
     add(fleet, "a")
     assert balancer.num_leases("a") == 0
-    again = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)  # its KV is lost: a new lease
+    again = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)  # its KV is lost, so it gets a new lease
     assert again.lease_id != lease.lease_id
     assert balancer.num_leases("a") == 1
     balancer.release(again, None, NOW)
@@ -167,7 +167,7 @@ def test_the_leases_of_a_dropped_replica_count_no_more_even_when_it_returns():
 
 def test_an_adopted_lease_counts_and_can_move():
     fleet = fleet_of("a", "b")
-    lease = Balancer(fleet).acquire(demand("r/g/0", "r/g", 1), NOW)  # of an earlier coordinator
+    lease = Balancer(fleet).acquire(demand("r/g/0", "r/g", 1), NOW)  # a lease of an earlier coordinator
     balancer = Balancer(fleet)
     balancer.adopt(demand("r/g/0", "r/g", 1), lease, NOW)
     balancer.adopt(demand("r/g/0", "r/g", 1), lease, NOW)
@@ -192,7 +192,7 @@ def test_direct_leases_expire():
     balancer.acquire(session("s", expires_at=10.0), NOW)
     balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
     assert balancer.expire(9.9) == 0
-    balancer.acquire(session("s", expires_at=20.0), NOW)  # used again: lives longer
+    balancer.acquire(session("s", expires_at=20.0), NOW)  # used again, so it expires later
     assert balancer.expire(10.0) == 0
     assert balancer.expire(20.0) == 1
     assert balancer.num_leases("a") == 1
@@ -208,7 +208,7 @@ def test_the_leases_of_a_silent_process_end_and_those_of_others_do_not():
     assert balancer.expire(109.9) == 0
     assert balancer.num_leases("a") == 1
     assert balancer.lease_of("r/g/9") == kept
-    balancer.release(lost[0], None, 110.0)  # the process was only slow: no lease of another is touched
+    balancer.release(lost[0], None, 110.0)  # the process was only slow: leases of others are unaffected
     assert balancer.num_leases("a") == 1
 
 
@@ -246,7 +246,7 @@ def test_idle_replicas_take_turns_with_short_calls():
 
 
 class BalancerMachine(RuleBasedStateMachine):
-    """A replica's leases and work are what its holders add up to, after anything."""
+    """After any sequence of events, a replica's leases and work are the sums over its holders."""
 
     holders = st.integers(0, 7)
 

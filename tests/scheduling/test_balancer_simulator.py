@@ -1,5 +1,7 @@
-"""The simulator that balancers are compared with: its cache and its engine against slow and plain ones, and that
-a run loses nothing."""
+"""The simulator that balancers are compared with.
+
+Its cache and its engine are compared with slow, simple implementations, and a run must account for every request.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,11 @@ from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, ge
 TIMES = StepTimes(0.006, 0.004, 1e-5, 1e-9, 0.003, 1e-5, 3e-8)
 
 
-# --- the cache ---------------------------------------------------------------------------------------------
+# The cache
 
 
 class BlockByBlock:
-    """A prefix cache of single blocks: vLLM's rule written plainly."""
+    """A prefix cache of single blocks: a direct implementation of vLLM's rule."""
 
     def __init__(self) -> None:
         self.holders: dict[tuple[int, int], int] = {}
@@ -72,7 +74,7 @@ TURNS = st.lists(
 @given(TURNS)
 @settings(max_examples=100, deadline=None)
 def test_the_cache_by_runs_is_the_cache_by_blocks(turns: list[tuple[int, int, int, bool]]) -> None:
-    """A turn of a trajectory holds what is cached, computes the rest and grows; others are in flight meanwhile."""
+    """A trajectory's turn pins its cached prefix, computes the rest and grows while others are in flight."""
     cache, plain = PrefixCache(), BlockByBlock()
     lengths = dict.fromkeys(range(6), 5)
     in_flight: dict[int, tuple[Path, int]] = {}
@@ -108,7 +110,7 @@ def test_no_more_is_evicted_than_is_idle() -> None:
         cache.clear()
 
 
-# --- the engine --------------------------------------------------------------------------------------------
+# The engine
 
 
 @dataclass(eq=False)
@@ -132,7 +134,7 @@ class PlainRequest:
 
 @dataclass
 class StepByStep:
-    """The engine's rules, one step after the other and block by block, with no closed form."""
+    """The engine's rules, step by step and block by block, without closed forms."""
 
     shape: FleetShape
     cache: BlockByBlock = field(default_factory=BlockByBlock)
@@ -172,7 +174,7 @@ class StepByStep:
         request.num_shared = num_full
 
     def step(self, now: float) -> float:
-        """Do one step; return when it ends."""
+        """Run one step and return its end time."""
         times, size = self.shape.step_times, self.shape.block_size
         budget, has_preempted = self.shape.max_batched_tokens, False
         plan: list[tuple[PlainRequest, int]] = []
@@ -264,7 +266,7 @@ def play(shape: FleetShape, arrivals: list[tuple[float, Request]]) -> tuple[Engi
 
 
 def random_arrivals(seed: int, num: int, is_short: bool) -> list[tuple[float, int, Path, int, int]]:
-    """Requests of three groups that share prompts; times are irrational enough never to meet a step's end."""
+    """Return requests of three groups that share prompts, with times that never coincide with a step's end."""
     rng, now, found = random.Random(seed), 0.0, []
     for number in range(num):
         now += rng.expovariate(4.0 if is_short else 12.0)
@@ -294,7 +296,7 @@ def test_going_from_event_to_event_is_going_step_by_step(
 
 
 def test_decode_by_hand() -> None:
-    """Two requests of 3 and 5 tokens: a step with both prompts, two with both, two with one."""
+    """Two requests of 3 and 5 tokens: a step with both prompts, two with both decodes, two with one."""
     times = StepTimes(0.0, 0.5, 0.01, 0.001, 0.1, 0.02, 0.001)
     shape = FleetShape(1, 100, 4, times)
     first, second = Request(1, ((1, 0, END),), 10, 3), Request(2, ((2, 0, END),), 20, 5)
@@ -316,7 +318,7 @@ def test_decode_by_hand() -> None:
 
 
 def test_equal_prompts_in_one_step_are_computed_once() -> None:
-    """vLLM shares blocks from the moment they are scheduled, a step's later requests included."""
+    """vLLM shares blocks as soon as they are scheduled, also with later requests of the same step."""
     shape = FleetShape(1, 100, 4, TIMES)
     path: Path = ((1, 0, 5),)
     requests = [Request(number, (*path, (10 + number, 5, END)), 21, 2) for number in range(3)]
@@ -336,10 +338,10 @@ def test_of_a_prompt_in_chunks_the_chunks_scheduled_so_far_are_shared() -> None:
     engine = Engine(0, shape)
     engine.submit(first, 0.0)
     engine.submit(second, 0.0)
-    engine.plan(0.0)  # the first one takes the step's whole budget
+    engine.plan(0.0)  # the first request takes the step's complete budget
     engine.complete(engine.ends_at)
     engine.submit(late, 1.0)
-    engine.plan(1.0)  # 6 tokens are left of it; then the others find all five blocks
+    engine.plan(1.0)  # 6 tokens are left for it; then the others find all five blocks
     assert (first.num_cached_tokens, second.num_cached_tokens, late.num_cached_tokens) == (0, 20, 20)
 
 
@@ -350,7 +352,7 @@ def test_a_request_that_cannot_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 4000), (1, 4000), (2, 90), (3, 90)])
 def test_it_times_and_caches_as_the_simulated_engine_does(seed: int, num_blocks: int) -> None:
-    """Trajectories of some turns each, on both engines under one latency model, with and without eviction."""
+    """Trajectories of several turns, on both engines with one latency model, with and without eviction."""
     latency = LatencyModel(0.0, 1e-4, 0.003, 1e-4, 1e-6)
     shape = FleetShape(1, num_blocks, 4, StepTimes(0.0, 0.0, 1e-4, 0.0, 0.003, 1e-4, 1e-6), 100_000)
     rng = random.Random(seed)
@@ -422,11 +424,11 @@ def _fast(scripts: list[_Script], shape: FleetShape) -> list[tuple[int, float]]:
     return [entry for _, entry in sorted(found.items())]
 
 
-# --- whole runs --------------------------------------------------------------------------------------------
+# Complete runs
 
 
 class Checked(QuietPolicy):
-    """Places at random, sometimes refuses, and checks what it is told."""
+    """A balancer that places at random, sometimes refuses, and checks the reported events."""
 
     def __init__(self, shape: FleetShape, seed: int) -> None:
         self.shape = shape
@@ -511,7 +513,7 @@ def test_all_trajectories_end_and_tokens_add_up(disturbance: Disturbance, capaci
 
 
 class Nowhere(QuietPolicy):
-    """Places nothing."""
+    """A balancer that places nothing."""
 
     def place(self, turn: TurnAsk, now: float) -> int | None:
         return None
@@ -524,14 +526,14 @@ def test_a_policy_that_starves_turns_is_told_so() -> None:
 
 
 class OneReplica(QuietPolicy):
-    """Places everything on replica 0."""
+    """A balancer that places everything on replica 0."""
 
     def place(self, turn: TurnAsk, now: float) -> int | None:
         return 0
 
 
 def test_the_bound_is_what_one_replica_without_end_reaches() -> None:
-    """One trajectory after the other on one replica that never evicts."""
+    """One trajectory after another on a replica that never evicts."""
     shape = FleetShape(1, 100_000, 16, TIMES, max_live=1)
     record = run(lambda *_: OneReplica(), shape, generate(SMALL, 0), Disturbance())
     assert record.num_cached_tokens == record.num_bound_tokens > 0
@@ -549,7 +551,7 @@ def test_trajectories_begin_when_they_arrive() -> None:
     assert sum(sampled) == pytest.approx(workload.num_sampled_tokens)
 
 
-# --- figures -----------------------------------------------------------------------------------------------
+# Metrics
 
 
 def test_the_rate_between_quartiles_leaves_the_ends_out() -> None:

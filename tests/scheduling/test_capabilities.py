@@ -1,4 +1,4 @@
-"""A trajectory is only ever on an engine that can serve what it needs, after anything."""
+"""A trajectory is only placed on engines that can serve its needs, after any sequence of events."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_turn_that_needs_more_moves_and_stays_where_it_had_all():
     lease = balancer.acquire(needing("a", SEED), NOW)
     moved = balancer.move(lease, is_failed=False, needs=IMAGES)
     assert moved.replica_id == "all-1"
-    assert balancer.move(moved, is_failed=False).replica_id == "all-1"  # its images are in its context
+    assert balancer.move(moved, is_failed=False).replica_id == "all-1"  # its context contains images
     balancer.check()
 
 
@@ -148,7 +148,7 @@ def test_a_refusal_names_the_field_and_the_engines():
             refused()
         assert caught.value.param == "constraint"
     assert balancer.lease_of("r/g/a") == lease
-    assert balancer.move(lease, is_failed=False) != lease  # it goes on as before
+    assert balancer.move(lease, is_failed=False) != lease  # it continues unchanged
 
 
 def test_a_kind_that_has_not_joined_or_is_away_is_waited_for():
@@ -178,7 +178,7 @@ def test_a_holder_that_comes_to_an_adapter_goes_where_that_is_held():
 
 
 class CapabilityMachine(RuleBasedStateMachine):
-    """Replicas come and go, trajectories begin, need more, fail and are moved by the balancer itself."""
+    """Replicas join and leave; trajectories start, need more, fail and are moved by the balancer."""
 
     holders = st.integers(0, 5)
     needs = st.builds(

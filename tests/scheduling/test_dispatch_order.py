@@ -1,4 +1,4 @@
-"""The order within a flow, admission, and the bound on waiting; shares and priorities: `test_rollout_queue.py`."""
+"""The order within a queue, admission, and the bound on waiting. Shares and priorities: `test_rollout_queue.py`."""
 
 from collections import Counter
 
@@ -79,7 +79,7 @@ def test_a_group_that_waits_for_its_own_sake_is_passed_by_and_keeps_its_turn():
     def try_to_place(sample):
         key = group_key(sample.assignment_id)
         if began[key]:
-            return NoPlace.LATER  # behind the leader of its group
+            return NoPlace.LATER  # queued after the leader of its group
         began[key] += 1
         return LEASE
 
@@ -102,10 +102,10 @@ def test_suspects_wait_for_room_too():
     laters=st.lists(st.booleans(), min_size=1, max_size=7),
 )
 def test_nobody_starves_whatever_comes_after_them(arrivals, laters):
-    """A sample with n others before it in its flow waits for at most n + 1 places."""
+    """A sample with n others before it in its queue waits for at most n + 1 free slots."""
     queue = PlacingQueue(max_queued=10_000)
     num_places = 0
-    waiting: dict[str, int] = {}  # -> the place by which it must have begun
+    waiting: dict[str, int] = {}  # the slot number by which it must have started
 
     def place():
         nonlocal num_places

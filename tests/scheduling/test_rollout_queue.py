@@ -74,7 +74,7 @@ def test_the_bound_counts_reservations():
     with pytest.raises(Overloaded):
         queue.reserve("c", [group(num_samples=1)])
     queue.take("w", 4, 0.0)
-    queue.reserve("c", [group(num_samples=4)])  # what runs is not queued
+    queue.reserve("c", [group(num_samples=4)])  # running samples are not queued
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_cancel_drops_what_is_queued_and_names_what_runs():
     assert queue.cancels("w") == ("r/g0/0", "r/g0/1")
     queue.cancels_told("w", queue.cancels("w"))
     assert not queue.has_new_cancels("w")
-    assert queue.cancels("w")  # told again with every answer, in case one was lost
+    assert queue.cancels("w")  # repeated with every answer, in case one was lost
     queue.check()
     for name in ("r/g1/0", "r/g1/1", "r/g0/0", "r/g0/1"):
         assert queue.finished(name)
@@ -144,7 +144,7 @@ def test_a_lost_workers_samples_are_tried_first_and_apart():
     assert queue.worker_lost("w", 10.0) == ("r/g0/0", "r/g0/1")
     again = queue.take("v", 3, 10.0)
     assert [(h.assignment_id, h.attempt) for h in again] == [("r/g0/0", 1), ("r/g0/1", 1)]
-    assert queue.take("v", 1, 20.0) == ()  # one may yet kill its worker as it did, if it did
+    assert queue.take("v", 1, 20.0) == ()  # a task may kill its worker again if it was the cause
     assert names(queue.take("v", 1, 20.1)) == ["r/g1/0"]
     assert queue.worker_lost("unknown", 40.0) == ()
     queue.check()
@@ -158,7 +158,7 @@ def test_suspects_are_tried_in_shares_of_those_that_shared_the_death():
     assert len(queue.take("u", 64, 50.0)) == 4
     queue.worker_lost("v", 60.0)
     assert [sample.num_deaths for sample in queue.take("v2", 64, 60.0)] == [2]
-    assert len(queue.take("u", 60, 101.0)) == 1  # its four have outlived the death: the next smallest trial
+    assert len(queue.take("u", 60, 101.0)) == 1  # its four tasks survived: the next smallest group of suspects
     assert queue.take("u", 59, 101.0) == ()
     assert len(queue.take("t", 64, 101.0)) == 1
     queue.check()
@@ -194,7 +194,7 @@ def test_a_poison_task_costs_itself_and_few_others(num_workers, num_poisons):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_a_poison_task_kills_three_workers_however_late_their_deaths_are_noticed(num_workers, seed):
-    """B5: dated by the notice, deaths of one cause seemed outlived, and it killed up to 28 workers."""
+    """B5: deaths were dated by their detection, so tasks seemed to survive; a task killed up to 28 workers."""
     outcome = simulate(1024, 1, num_workers, 1, seed, noticed_s=LATE_S)
     assert list(outcome.kills.values()) == [3]
     assert (outcome.num_innocents_failed, outcome.num_poisons_failed) == (0, 1)
@@ -211,7 +211,7 @@ def test_those_that_shared_a_death_are_cleared_when_it_happens_again_without_the
     rest = queue.take("t", 64, 60.0)
     assert [sample.num_deaths for sample in rest] == [2]
     assert queue.take("t", 63, 70.0) == ()
-    others = queue.take("t", 63, 70.1)  # the third of the four, and beside it nothing
+    others = queue.take("t", 63, 70.1)  # the third of the four, alone
     assert [sample.num_deaths for sample in others] == [2]
     queue.finished(rest[0].assignment_id)
     queue.finished(others[0].assignment_id)
@@ -233,7 +233,7 @@ def test_a_worker_heard_again_has_its_work_back_without_a_mark():
     queue.check()
 
 
-# --- priorities, shares and limits ------------------------------------------------------------------------
+# Priorities, shares and limits
 
 
 def queue_with(**rollouts):
@@ -274,7 +274,7 @@ def test_a_users_share_and_its_live_trajectories_are_its_limits():
         queue.add(rollout_id, 0.0)
     found = counts(queue.take("w", 16, 0.0))
     assert (found["b"], found["a"] + found["old"]) == (4, 12)
-    assert found["a"] == found["old"]  # one user's, whatever names the store has
+    assert found["a"] == found["old"]  # they belong to one user, under both names in the store
     assert counts(queue.take("w", 40, 0.0))["b"] == 2
     assert queue.by_user()[0]["bob"] == 6
     queue.finished("b/g/0")
@@ -287,7 +287,7 @@ def test_runs_share_by_weight_whoever_came_first():
     assert counts(queue.take("w", 400, 0.0)) == {"a": 300, "b": 100}
     queue.reserve("c", [group("g", 1000, "c")], RolloutTerms(owner="c", share=4))
     queue.add("c", 0.0)
-    found = counts(queue.take("w", 400, 0.0))  # what it missed is not made up for
+    found = counts(queue.take("w", 400, 0.0))  # missed slots are not compensated
     assert [found[name] for name in "abc"] == pytest.approx([150, 50, 200], abs=1)
 
 
@@ -317,12 +317,12 @@ def test_tasks_are_bounded_in_bytes():
     with pytest.raises(Overloaded):
         queue.reserve("b", [large])
     queue.add("a", 0.0)
-    queue.take("w", 4, 0.0)  # what runs takes memory too
+    queue.take("w", 4, 0.0)  # running samples use memory too
     with pytest.raises(Overloaded):
         queue.reserve("b", [large])
     for index in range(4):
         queue.finished(f"a/g/{index}")
-    queue.reserve("b", [replace(large, task=RolloutTask("t", (Message("user", "x" * 9000),)))])  # it is alone
+    queue.reserve("b", [replace(large, task=RolloutTask("t", (Message("user", "x" * 9000),)))])  # it runs alone
 
 
 def test_out_of_attempts_is_a_failure_of_the_loop():
@@ -362,7 +362,7 @@ def test_a_sample_whose_handing_out_was_lost_is_queued_again():
     queue = queue_of(1, missing_after_s=10.0)
     queue.take("w", 1, 0.0)
     assert queue.report("w", [], 1.0) == ()
-    assert queue.report("w", ["r/g0/0"], 5.0) == ()  # it was only late
+    assert queue.report("w", ["r/g0/0"], 5.0) == ()  # the report was only late
     assert queue.report("w", [], 6.0) == ()
     assert queue.report("w", [], 15.0) == ()
     assert queue.report("w", [], 16.0) == ("r/g0/0",)
@@ -410,7 +410,7 @@ def test_of_two_workers_the_one_with_more_tokens_keeps_a_sample(at_w, at_v, keep
     assert (queue.cancels(keeper), queue.cancels(other)) == ((), (name,))
     assert queue.has_new_cancels(other)
     queue.check()
-    queue.worker_lost(keeper, 1.0)  # the stall cost nothing, so this is the first failure of two
+    queue.worker_lost(keeper, 1.0)  # the stall does not count, so this is the first of two failures
     (again,) = queue.take("u", 1, 2.0)
     assert again.attempt == 2
 
@@ -440,7 +440,7 @@ def test_the_other_runner_of_a_finished_sample_is_told_to_stop():
     queue.take("w", 1, 0.0)
     queue.worker_lost("w", 0.0)
     queue.take("v", 1, 0.0)
-    queue.finished("r/g0/0")  # by w, after all
+    queue.finished("r/g0/0")  # finished by w after all
     assert queue.has_new_cancels("v")
     assert queue.cancels("v") == ("r/g0/0",)
     queue.report("v", [], 1.0)
@@ -464,7 +464,7 @@ def test_give_back():
     assert queue.take("v", 1, 0.0)[0].attempt == 1
 
 
-# --- staleness --------------------------------------------------------------------------------------------
+# Staleness
 
 
 def limited(limit, *sizes, served=0, rollout_id="r", queue=None, **config):
@@ -485,7 +485,7 @@ def test_no_more_is_begun_than_the_trainer_consumes_in_time():
     queue.set_versions(FleetVersions(1), 0.0)
     assert queue.status("r").num_held == 2
     assert names(queue.take("w", 100, 0.0)) == ["r/g2/0", "r/g2/1"]
-    queue.finished("r/g0/0")  # what is finished stays counted
+    queue.finished("r/g0/0")  # finished samples remain counted
     assert queue.take("w", 100, 0.0) == ()
     queue.set_versions(FleetVersions(2), 0.0)
     assert len(queue.take("w", 100, 0.0)) == 2
@@ -588,7 +588,7 @@ def test_rollouts_of_one_run_share_the_budget():
     assert names(queue.take("w", 9, 0.0)) == ["r/g0/0", "r/g0/1", "s/g0/0"]
     for name in ("r/g0/0", "r/g0/1"):
         queue.finished(name)
-    assert queue.take("w", 9, 0.0) == ()  # r is done; what it used is still used
+    assert queue.take("w", 9, 0.0) == ()  # r is done; its used slots stay used
     with pytest.raises(InvalidRequest):
         limited(StalenessLimit(1, run_id="run"), 1, rollout_id="t", queue=queue)
     assert queue.finished("s/g0/0")
@@ -599,12 +599,12 @@ def test_rollouts_of_one_run_share_the_budget():
 def test_a_dropped_sample_is_begun_anew_until_its_attempts_are_used_up():
     queue = limited(StalenessLimit(0, OnStale.DROP), 1, max_attempts=2)
     queue.take("w", 1, 0.0)
-    assert not queue.drop_stale("v", "r/g0/0", 0)  # it runs elsewhere
+    assert not queue.drop_stale("v", "r/g0/0", 0)  # it runs on another worker
     assert queue.drop_stale("w", "r/g0/0", 0)
-    assert not queue.drop_stale("w", "r/g0/0", 0)  # again: its answer was lost
+    assert not queue.drop_stale("w", "r/g0/0", 0)  # repeated because its answer was lost
     (again,) = queue.take("w", 1, 0.0)
     assert (again.attempt, again.num_stale_attempts) == (1, 1)
-    assert not queue.drop_stale("w", "r/g0/0", 0)  # and again, when the worker has it again
+    assert not queue.drop_stale("w", "r/g0/0", 0)  # repeated when the worker has it again
     assert queue.is_running_at("w", "r/g0/0")
     assert queue.drop_stale("w", "r/g0/0", 1)
     (owed,) = queue.pending_records(0.0)
@@ -621,7 +621,7 @@ def test_a_restored_queue_counts_what_was_finished():
     queue.set_versions(FleetVersions(6), 0.0)
     queue.restore("r", [(group("g", 12, "r", limit), tuple(range(4, 12)))], 0.0, 4, num_trained=3, first_version=5)
     queue.adopt("w", {"r/g/4": 0}, 0.0)
-    assert len(queue.take("v", 9, 0.0)) == 2  # of (1 + 1 + 1) * 2, 3 are finished and 1 runs
+    assert len(queue.take("v", 9, 0.0)) == 2  # 3 of (1 + 1 + 1) * 2 are finished and 1 is running
     queue.check()
 
 
@@ -636,7 +636,7 @@ def test_what_is_adopted_before_the_fleets_version_is_known_counts_from_the_firs
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Every accepted sample ends exactly once, whoever is lost, late, cancelled or restarted in between."""
+    """Every accepted sample ends exactly once, after any sequence of losses, delays, cancellations and restarts."""
 
     workers = st.sampled_from(["u", "v"])
     terms = st.sampled_from([RolloutTerms(), RolloutTerms(priority=1, max_running=2), RolloutTerms(run_id="run")])
@@ -657,9 +657,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.accepted = {}  # name -> group, never forgotten
         self.finished = set()
         self.complete = Counter()  # durable complete records, by rollout and group
-        self.at_worker = {"u": set(), "v": set()}  # what each worker believes that it runs
+        self.at_worker = {"u": set(), "v": set()}  # the names that each worker believes it runs
         self.num_sampled = {}  # (worker, name) -> tokens
-        self.attempts = {}  # (worker, name) -> the attempt it was handed
+        self.attempts = {}  # (worker, name) -> the assigned attempt
         self.served = 0
         self.is_stuck = False
 
@@ -711,7 +711,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.at_worker[worker].discard(name)
 
     def end(self, name, is_complete=True, is_disk_full=False):
-        """Hand in a record as the coordinator does."""
+        """Submit a record as the coordinator does."""
         is_complete = is_complete and self.queue.take_keep_place(name)
         if is_disk_full:
             self.queue.give_back_keep_place(name)
@@ -767,7 +767,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """A new coordinator knows only what is durable."""
+        """Start a new coordinator that has only the durable state."""
         before, self.queue = self.queue, PlacingQueue(max_queued=40, max_attempts=3, missing_after_s=2.0)
         before.check()
         self.queue.set_versions(FleetVersions(self.served), self.now)
@@ -795,10 +795,10 @@ class QueueMachine(RuleBasedStateMachine):
             assert one.keep is None or self.complete[name.rpartition("/")[0]] <= one.keep
 
     def teardown(self):
-        """From any state, working on ends everything."""
+        """Finish all work from any state."""
         for worker in self.at_worker:
             self.queue.worker_lost(worker, self.now)
-        # What was begun before the fleet's version is known counts from the first one known: it is told first.
+        # Samples that start before the fleet's version is known count from the first known one, so set it first.
         self.queue.set_versions(FleetVersions(self.served), self.now)
         while self.queue.num_queued:
             handed = self.queue.take("last", 100, self.now)

@@ -1,4 +1,4 @@
-"""The two halves of a staleness limit: how many may be begun, and what becomes of what runs."""
+"""The two parts of a staleness limit: how many samples may start, and the handling of running samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.records.turns import make_reply
 
 
 def generation(*versions: int, load_version: int | None = None, replica_id: str = "") -> Generation:
-    """Two tokens under each version."""
+    """Return a generation with two tokens for each version."""
     spans = tuple(WeightVersionSpan(version, 2 * at, 2 * at + 2) for at, version in enumerate(versions))
     num_tokens = 2 * len(versions)
     load = Load(weight_version=load_version)
@@ -42,7 +42,7 @@ def guarded(limit: StalenessLimit, *turns: Generation) -> tuple[StalenessGuard, 
     return StalenessGuard(limit, newest), growing, newest
 
 
-# --- admission --------------------------------------------------------------------------------------------
+# Admission
 
 
 def begun(limit: StalenessLimit, num_begun: int, first_version: int = 0) -> StalenessBudget:
@@ -117,7 +117,7 @@ def test_limits_that_cannot_be_are_refused(limits: list[StalenessLimit | None], 
     budgets.check("r", [RolloutGroup("g", RolloutTask("t", ()), 1, "r", StalenessLimit(0, run_id="run"))])
 
 
-# --- in flight --------------------------------------------------------------------------------------------
+# In flight
 
 
 def test_the_newest_version_comes_from_loads_and_spans_and_goes_back_with_a_replica() -> None:
@@ -129,11 +129,11 @@ def test_the_newest_version_comes_from_loads_and_spans_and_goes_back_with_a_repl
     newest.see(generation(0, load_version=3))
     newest.see(generation(1, 2, load_version=2, replica_id="behind"))  # an answer that took long
     assert newest.value == 3
-    newest.see(generation(3, 1, load_version=1))  # in flight while the fleet was taken back
+    newest.see(generation(3, 1, load_version=1))  # in flight during the rollback of the fleet
     assert newest.value == 2
     for _ in range(1000):
         newest.see(generation(1, load_version=1))
-    assert newest.value == 1  # of the other one nothing was heard since
+    assert newest.value == 1  # the other replica has sent no report since
 
 
 def test_a_fleet_that_is_taken_back_goes_on_counting() -> None:

@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 async def train(run: LiveRun, seed: int) -> None:
-    """Push versions, several within one trajectory and some within one turn, and rest. Until cancelled."""
+    """Push versions until cancelled, several within one trajectory and some within one turn, with pauses."""
     rng, version = Random(seed), 0
     while True:
         for _ in range(6):
@@ -43,7 +43,7 @@ async def roll_out(clock: VirtualClock, checkpoint: Path, limit: StalenessLimit,
 
 
 def check_tokens(one: Trajectory, max_staleness: int) -> None:
-    """Aligned, and what is in the mask is not too far apart; 0 is one version only."""
+    """Check that tokens are aligned and that trained versions are within the limit; 0 allows a single version."""
     num_sampled = 0
     for path in one.paths:
         sampled = {at for span in path.weight_versions for at in range(span.start, span.end)}
@@ -95,7 +95,7 @@ def check_mask(records: list[Trajectory], summary: Summary, max_staleness: int) 
     assert summary.stale is not None
     assert summary.stale.masked > 0
     assert all(len(one.path.turns) == 3 and one.attempt == 0 for one in records)
-    for one in records:  # what was masked is the oldest
+    for one in records:  # the masked tokens are the oldest
         kept = one.oldest_trained_version
         masked = set(one.versions) - {version for path in one.paths for version in path.trained_versions}
         assert kept is None or all(version < kept for version in masked)
@@ -120,7 +120,7 @@ CHECKS = {OnStale.DROP: check_drop, OnStale.MASK: check_mask, OnStale.FINISH: ch
 
 
 async def consume(run: LiveRun, limit: StalenessLimit, num_versions: int) -> list[int]:
-    """A trainer of `trajectories_per_version` a step. Returns how old each was when it was consumed."""
+    """Consume `trajectories_per_version` per step like a trainer. Returns the age of each when it was consumed."""
     per_version, cursor, ages = limit.trajectories_per_version, 0, []
     assert per_version is not None
     for version in range(1, num_versions + 1):
@@ -139,7 +139,7 @@ async def consume(run: LiveRun, limit: StalenessLimit, num_versions: int) -> lis
 def test_a_trainer_that_consumes_so_many_a_version_never_gets_an_older_one(
     checkpoint: Path, max_staleness: int
 ) -> None:
-    """Admission alone: the fleet is fast, the trainer slow, and nothing is cut, masked or dropped on the way."""
+    """Admission alone: the fleet is fast, the trainer slow, and no token is cut, masked or dropped."""
     clock = VirtualClock()
     limit = StalenessLimit(max_staleness, OnStale.FINISH, trajectories_per_version=6)
 
@@ -198,18 +198,18 @@ def test_a_run_without_limit_is_left_alone(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("kv_policy", KVPolicy)
 def test_the_kv_that_a_request_may_reuse(checkpoint: Path, kv_policy: KVPolicy) -> None:
-    """A new trajectory never sees old KV; a continuing one does under KEEP, and only under KEEP, also after a move.
+    """A new trajectory never uses old KV; a continuing one uses it under KEEP only, also after a move.
 
-    KEEP names the version at the trajectory's start, the others the current one.
+    KEEP names the version at the trajectory's start, the other policies the current version.
     """
     clock = VirtualClock()
 
     async def main() -> tuple[LiveRun, str]:
         async with live_run(clock, checkpoint, kv_policy=kv_policy) as run:
-            await run.submit("long", 2, 1, talk(3, "TalkSlowly"), None)  # one on each
+            await run.submit("long", 2, 1, talk(3, "TalkSlowly"), None)  # one on each replica
             await run.clock.sleep(2.0)
             await run.update(1, kv_policy)
-            await run.submit("new", 2, 1, talk(1, max_tokens_per_turn=1), None)  # one on each
+            await run.submit("new", 2, 1, talk(1, max_tokens_per_turn=1), None)  # one on each replica
             await run.until_done("new")
             await run.clock.sleep(PAUSE_S)  # the second turn
             (home,) = {url for url in run.engines if requests(run, "long/g0", url)}
@@ -228,7 +228,7 @@ def test_the_kv_that_a_request_may_reuse(checkpoint: Path, kv_policy: KVPolicy) 
     is_keep = kv_policy is KVPolicy.KEEP
     asked = [request.kv_version for request, _ in (first, second, third)]
     assert asked == ([None, 0, 0] if is_keep else [None, None, None])
-    # Under KEEP its own first turn is cached; else no more than the prompt, which the new one has computed anew.
+    # Under KEEP its own first turn is cached; otherwise at most the prompt, which the new trajectory has computed.
     num_prompt = len(first[0].token_ids)
     assert num_prompt > 2 * SPEC.block_size
     assert (second[1].cached_tokens > num_prompt) is is_keep
@@ -237,7 +237,7 @@ def test_the_kv_that_a_request_may_reuse(checkpoint: Path, kv_policy: KVPolicy) 
 
 @pytest.mark.parametrize("kv_policy", [KVPolicy.KEEP, KVPolicy.FRESH])
 def test_a_moved_trajectory_shares_kv_of_its_own_version_only(checkpoint: Path, kv_policy: KVPolicy) -> None:
-    """The other replica holds the prompt under version 1 only: KEEP must not take that, FRESH does."""
+    """The other replica has the prompt under version 1 only: KEEP must not use it, FRESH does."""
     clock = VirtualClock()
 
     async def main() -> tuple[LiveRun, str]:
@@ -259,5 +259,5 @@ def test_a_moved_trajectory_shares_kv_of_its_own_version_only(checkpoint: Path, 
 
 
 def requests(run: LiveRun, rollout_id: str, url: str) -> list[tuple[GenerateRequest, Generation]]:
-    """What a replica has served of a rollout or a group, in order."""
+    """Return a replica's requests for a rollout or a group, in order."""
     return [one for one in run.engines[url].served if one[0].request_id.startswith(f"{rollout_id}/")]

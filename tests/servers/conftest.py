@@ -22,13 +22,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run those that share the service last: it lives until the end, and the others want the cores for theirs."""
+    """Run the tests of the shared service last: it lives until the end, and the others need the cores."""
     items.sort(key=lambda item: "shared_service" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
 async def shared_service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
-    """One service for all: a start of Ray and of its processes takes half a minute on two cores."""
+    """One service for all tests: starting Ray and its processes takes half a minute on two cores."""
     folder = tmp_path_factory.mktemp("service")
     config = folder / "simulated.yaml"
     text = (ROOT / "servers" / "simulated.yaml").read_text()

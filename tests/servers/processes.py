@@ -1,5 +1,4 @@
-"""Which processes descend from a command, by a variable of its environment, which run a part of the service, and
-how one of them is stopped."""
+"""Processes of a service: lookup by an environment variable or a Serve deployment, and stopping one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import psutil
 
 
 def processes_with(marker: str, grace_s: float = 10.0) -> list[str]:
-    """Command lines of the processes that still have `marker` in their environment after a grace period."""
+    """Return the command lines of processes that still have `marker` in their environment after a grace period."""
     give_up_at = time.monotonic() + grace_s
     while (pids := pids_with(marker)) and time.monotonic() < give_up_at:
         time.sleep(0.2)
@@ -20,7 +19,7 @@ def processes_with(marker: str, grace_s: float = 10.0) -> list[str]:
 
 
 def pids_with(marker: str) -> list[int]:
-    """Process ids of the living processes that have `marker` in their environment."""
+    """Return the ids of the living processes that have `marker` in their environment."""
     return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _has(folder, marker.encode())]
 
 
@@ -28,19 +27,19 @@ def descendants(root: int) -> dict[int, str]:
     """Return the command lines of the living descendants of a process, by process id."""
     found = {}
     for process in psutil.Process(root).children(recursive=True):
-        if command := _command(process.pid):  # of a zombie there is none
+        if command := _command(process.pid):  # a zombie has no command line
             found[process.pid] = command
     return found
 
 
 def deployed(kind: str, root: int | None = None) -> list[int]:
-    """Process ids of one Serve deployment that this process, or `root`, has started."""
+    """Return the process ids of one Serve deployment that this process, or `root`, has started."""
     mark = f"ServeReplica:agentloop:{kind}"
     return [pid for pid, command in descendants(os.getpid() if root is None else root).items() if mark in command]
 
 
 def stop_process(pid: int, timeout_s: float = 10.0) -> None:
-    """Send SIGSTOP, and wait until every thread has stopped: on busy cores some run on for a while."""
+    """Send SIGSTOP, and wait until every thread has stopped: on busy cores some continue for a while."""
     os.kill(pid, signal.SIGSTOP)
     give_up_at = time.monotonic() + timeout_s
     while any(_state(thread) not in "TX" for thread in Path(f"/proc/{pid}/task").iterdir()):
@@ -55,7 +54,7 @@ def _has(folder: Path, marker: bytes) -> bool:
             return False
         return _state(folder) not in "ZX"
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return False  # it ended while we looked
+        return False  # the process ended during the check
 
 
 def _command(pid: int) -> str:
@@ -66,7 +65,7 @@ def _command(pid: int) -> str:
 
 
 def _state(folder: Path) -> str:
-    """The letter of proc(5) for a process or a thread: T is stopped, Z a zombie, X gone."""
+    """Return the state letter of proc(5) for a process or thread: T is stopped, Z a zombie, X gone."""
     try:
         return (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Logprobs of recorded tokens by an independent model: transformers on the checkpoint that a span names."""
+"""Logprobs of recorded tokens by an independent model: transformers on the checkpoint of a span's version."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import torch
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
 
-torch.set_num_threads(1)  # threads that wait for each other on busy cores take up to 25 times as long
+torch.set_num_threads(1)  # waiting threads on busy cores slow this down up to 25 times
 
 
 @cache
 def reference(folder: Path) -> Any:
-    """The checkpoint in float32 on the CPU, once a process; transformers' models take two seconds to import."""
+    """Return the checkpoint in float32 on the CPU. The import of transformers' models takes two seconds."""
     return importlib.import_module("agentloop_verify.transformers_reference").ReferenceModel(folder, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """|recorded - recomputed| of every sampled token, under the named version and under the other one."""
+    """|recorded - recomputed| of every sampled token, under its recorded version and under the other one."""
 
     named: np.ndarray
     other: np.ndarray
 
 
 def logprobs(token_ids: list[int], folder: Path) -> np.ndarray:
-    """The logprob of each id given those before it, at temperature 1, by the model in `folder`; 0 for the first."""
+    """Return the logprob of each id given the ids before it, by the model in `folder`; 0 for the first."""
     return np.concatenate([[0.0], reference(folder).logprobs(token_ids)])
 
 
 def difference(row: Mapping[str, Any]) -> Difference:
     """Recompute a record of the Parquet file, conditioned on exactly its ids.
 
-    Raises AssertionError where the record is not aligned: lengths that differ, or spans that do not cover exactly
-    the sampled tokens.
+    Raises AssertionError if the record is not aligned: lengths that differ, or spans that do not cover exactly the
+    sampled tokens.
     """
     prompt, response = list(row["prompt_ids"]), list(row["response_ids"])
     mask, recorded = np.array(row["response_mask"], dtype=bool), np.array(row["logprobs"], dtype=np.float64)

@@ -1,5 +1,8 @@
-"""The service of all tests with Ray that need no settings of their own: `agentloop serve` in a process beside them,
-with simulated engines and two ingress processes. Who kills a part of it waits until it is whole again."""
+"""The service of all tests with Ray that need no special settings.
+
+`agentloop serve` runs in a separate process, with simulated engines and two ingress processes. A test that kills a
+part of it waits until the service is complete again.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Service:
     client: RolloutClient
 
     async def open(self, owner: int) -> dict[str, Any]:
-        """A new session of ingress process `owner`."""
+        """Create a session that ingress process `owner` owns."""
         names = (f"s-{uuid.uuid4().hex}" for _ in range(1000))
         session_id = next(name for name in names if zlib.crc32(name.encode()) % NUM_INGRESS == owner)
         async with self.http.post(f"{self.url}/sessions", json={"session_id": session_id}) as answer:
@@ -47,16 +50,16 @@ class Service:
             return found
 
     async def call(self, place: dict[str, Any], **changed: Any) -> int:
-        """The status of one call by the public port."""
+        """Return the status of one call on the public port."""
         async with self.http.post(f"{place['base_url']}/chat/completions", json=body(**changed)) as answer:
             await answer.read()
             return answer.status
 
     async def call_with_retries(self, place: dict[str, Any], **changed: Any) -> str:
-        """Why the answer ended, by a client with the patience of an agent that outlives a restart."""
+        """Return the finish reason of a call, made by a client that retries long enough to survive a restart."""
         async with openai.AsyncOpenAI(base_url=place["base_url"], api_key="any", max_retries=10) as agent:
             given = body(**changed)
-            extra = {"min_tokens": given.pop("min_tokens", 0)}  # no parameter of the client's
+            extra = {"min_tokens": given.pop("min_tokens", 0)}  # not a parameter of the client
             reply = await agent.chat.completions.create(**given, extra_body=extra)
         return reply.choices[0].finish_reason
 
@@ -72,34 +75,37 @@ class Service:
                 await asyncio.sleep(0.1)
 
     def deployed(self, kind: str) -> list[int]:
-        """The process ids of one Serve deployment."""
+        """Return the process ids of one Serve deployment."""
         return deployed(kind, self.pid)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """What the service's log has of one kind of event."""
+        """Return the events of one kind in the service's log."""
         lines = (self.run_dir / LOG_NAME).read_text().splitlines()
         return [found for line in lines if (found := json.loads(line))["event"] == name]
 
     async def until_whole(self) -> None:
-        """Wait for those that were ended to be there again."""
+        """Wait until replacements of the killed processes are ready."""
         async with asyncio.timeout(120):
             while len((await self.client.status()).replicas) < NUM_REPLICAS:
                 await asyncio.sleep(0.5)
 
     def pid_of(self, seat: int) -> int:
-        """The process that has the sessions of `seat`."""
+        """Return the process that owns the sessions of `seat`."""
         lock = str(self.run_dir / f"sessions-{seat}.lock")
         for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
             try:
                 if os.readlink(descriptor) == lock:
                     return int(descriptor.parts[2])
             except OSError:
-                continue  # gone while we looked
+                continue  # the process ended during the lookup
         raise LookupError(lock)
 
 
 def of_length(num_tokens: int) -> dict[str, int]:
-    """A reply of so many tokens, at 4 ms a token and more: the simulated policy might stop at any of them."""
+    """Return the parameters for a reply of exactly so many tokens, at 4 ms or more per token.
+
+    Without them the simulated policy may stop at any token.
+    """
     return {"max_tokens": num_tokens, "min_tokens": num_tokens}
 
 

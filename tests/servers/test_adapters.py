@@ -1,4 +1,4 @@
-"""Adapters by name over HTTP: every dialect calls them, users have their own, refusals say what to do."""
+"""Named adapters over HTTP: calls in every dialect, adapters per user, and refusals that state the remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Recording(SimulatedEngine):
-    """Keeps the adapter of every request, and the versions of its answer."""
+    """Records the adapter of every request, and the versions of its answer."""
 
     served: list[tuple[str, set[int]]]
 
@@ -55,7 +55,7 @@ class Recording(SimulatedEngine):
 
 
 class Tenants:
-    """A service with two places for adapters, and its users: alice and bob push, carol does not."""
+    """A service with two adapter slots, and its users: alice and bob push, carol does not."""
 
     def __init__(self, site: ServiceSite, http: aiohttp.ClientSession, folder: Path, served: list[Any]) -> None:
         self.site, self.http, self.folder, self.served = site, http, folder, served

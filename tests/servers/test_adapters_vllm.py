@@ -1,4 +1,4 @@
-"""Two users' adapters in a service on real vLLM (CPU, float32), pushed under load and proved by transformers."""
+"""Two users' adapters in a service on real vLLM (CPU, float32), pushed under load and proved with transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = Limits(max_turns=1, max_tokens_per_turn=48)
 
 
 def gap(model: torch.nn.Module, ids: Sequence[int], start: int, logprobs: Sequence[float]) -> float:
-    """The mean difference of a model's logprobs of `ids` from `start` on to those given."""
+    """Return the mean difference between a model's logprobs of `ids` from `start` on and the given ones."""
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
     own = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
@@ -33,7 +33,7 @@ def gap(model: torch.nn.Module, ids: Sequence[int], start: int, logprobs: Sequen
 
 
 async def train(client: RolloutClient, folders: Sequence[Path]) -> list[Trajectory]:
-    """Push every version while the rollouts of the one before run."""
+    """Push every version while the rollouts of the previous one run."""
     records = []
     tasks = [RolloutTask(f"t{n}", (Message("user", f"Tell me about {n}."),), limits=LIMITS) for n in range(3)]
     await client.update_adapter(folders[0], version=0, name="math")
@@ -76,7 +76,7 @@ async def test_every_token_is_of_its_users_adapter_and_version(tmp_path: Path) -
         assert [record.is_complete for record in records] == [True] * 3 * NUM_SAMPLES * NUM_VERSIONS
         for record in records:
             (path,), ids = record.paths, [*record.path.prompt_ids.tolist(), *record.path.response_ids.tolist()]
-            (span,), logprobs = path.weight_versions, path.logprobs.tolist()  # a call is under one version
+            (span,), logprobs = path.weight_versions, path.logprobs.tolist()  # a call has a single version
             versions[name].add(span.version)
             of = {key: gap(model, ids, len(path.prompt_ids), logprobs) for key, model in models.items()}
             gaps.append(of.pop((name, span.version)))

@@ -1,4 +1,4 @@
-"""Replicas follow the work: how many are of use, and a service that starts and ends them."""
+"""Replicas follow the work: the number of useful replicas, and a service that starts and ends them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ ONE = [EngineEntry(name="a", replicas=1, max_replicas=4)]
 @pytest.mark.parametrize(
     ("seen", "wanted"),
     [
-        (status(), 1),  # none takes traffic yet
+        (status(), 1),  # no replica takes traffic yet
         (status(replica("a", 10, 900)), 1),
-        (status(replica("a", 10, 1000), num_queued=10), 2),  # as much KV again
-        (status(replica("a", 10, 1000), num_queued=15, num_held=5), 2),  # more weights would not begin the others
-        (status(replica("a", 10, 1000), num_queued=10, is_full=False), 1),  # there is room: workers are busy
+        (status(replica("a", 10, 1000), num_queued=10), 2),  # the same amount of KV is needed again
+        # the held samples wait for new weights, not for a replica
+        (status(replica("a", 10, 1000), num_queued=15, num_held=5), 2),
+        # capacity is free: the workers are the limit
+        (status(replica("a", 10, 1000), num_queued=10, is_full=False), 1),
         (status(replica("a", 10, 1000), num_queued=1000), 4),
-        (status(replica("a", 10, 1000), replica("a", 9, 900), replica("a", 1, 100)), 2),  # of three
+        # two of the three replicas
+        (status(replica("a", 10, 1000), replica("a", 9, 900), replica("a", 1, 100)), 2),
     ],
 )
 def test_as_many_as_the_work_needs_kv(seen: ServiceStatus, wanted: int) -> None:
@@ -111,6 +114,6 @@ async def test_replicas_come_with_the_work_and_go_with_it(tmp_path: Path, monkey
 
 
 async def steady_calls(client: RolloutClient) -> None:
-    """Call without a pause; whatever one raises ends the test."""
+    """Make calls without a pause. An error of any call fails the test."""
     while True:
         await asyncio.gather(*(client.generate(list(range(1, 20)), max_tokens=200) for _ in range(4)))

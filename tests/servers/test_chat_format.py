@@ -1,4 +1,4 @@
-"""From a model folder and chat settings to a renderer and a parser, chosen, tested and told in the log."""
+"""Selection of a renderer and a parser from a model folder and chat settings, the template check and its log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OwnParser:
 
 
 def own_renderer(folder: Path, settings: RenderSettings) -> Renderer:
-    """A user's renderer: the model's template, under other arguments."""
+    """A user's renderer: the model's template with other arguments."""
     kwargs = {**settings.kwargs, "enable_thinking": False}
     return TemplateRenderer.from_directory(folder, RenderSettings(kwargs=kwargs))
 

@@ -1,4 +1,4 @@
-"""A service's way over the nodes of a cluster: which there are, the trust it asks for, and addresses."""
+"""A service on the nodes of a cluster: the nodes, the required trust, and addresses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def service(**fields):
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """The nodes that Ray tells; a test appends to them."""
+    """The nodes that Ray reports; a test appends to them."""
     found = [{"Alive": True}, {"Alive": False}]
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "nodes", lambda: found)
@@ -79,7 +79,7 @@ def test_a_node_without_an_address_in_the_network_is_named_with_those_it_has(nod
 
 def test_an_engines_libraries_take_the_interface_of_the_network(nodes, monkeypatch):
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", cluster.ADDRESS_VARIABLE):
-        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.setenv(name, "")  # restores the variable after the test
         monkeypatch.delenv(name)
     environment = cluster.os.environ
     cluster.prepare_engine_network(service())
@@ -166,7 +166,7 @@ def test_engines_are_on_nodes_with_their_labels():
     assert options == [wanted, {"zone": "b"}]
     free, labels = dict.fromkeys("123", gpus), {"1": wanted, "2": wanted, "3": {"zone": "b"}}
     check_hosts(config, free, labels)
-    check_hosts(config, {}, {})  # Ray is not there yet
+    check_hosts(config, {}, {})  # Ray has not started yet
     with pytest.raises(InvalidRequest) as refused:
         check_hosts(config, free, {**labels, "2": {"zone": "a"}})
     asked = "zone=a and ray.io/accelerator-type=H100 and 1 free GPUs and 1 free CPUs"
@@ -206,7 +206,8 @@ def test_with_a_database_the_head_is_where_a_coordinator_rather_is(nodes):
     on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
     assert cluster.coordinator_place(service(cluster={})) == on_head
     stored = service(cluster={}, store="postgresql://db/x")
-    for num_cpus, wanted in ((4.0, "h"), (0.0, "!h")):  # Ray leaves out what there is none of, or says 0
+    # Ray omits a resource that a node does not have, or reports 0
+    for num_cpus, wanted in ((4.0, "h"), (0.0, "!h")):
         resources["CPU"] = num_cpus
         place = cluster.coordinator_place(stored)
         assert place["label_selector"] == {"ray.io/node-id": wanted}

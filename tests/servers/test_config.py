@@ -1,4 +1,4 @@
-"""The shipped Serve configs run under `serve deploy` and `agentloop serve`, and wrong ones say what is wrong."""
+"""The shipped Serve configs run under `serve deploy` and `agentloop serve`; invalid configs are refused."""
 
 import json
 from dataclasses import replace
@@ -24,19 +24,19 @@ from agentloop_servers.users import keys_of
 from tests.support.records.model_folder import write_folder
 
 SERVERS = Path(__file__).parents[2] / "servers"
-# kuberay.yaml is no Serve config, but has one: test_kuberay.py.
+# kuberay.yaml contains a Serve config but is not one: test_kuberay.py.
 CONFIGS = sorted(path for path in SERVERS.glob("*.yaml") if path.name != "kuberay.yaml")
 
 
 def a_model(folder, **fields):
-    """A model folder, described by these fields."""
+    """Return a model folder described by these fields."""
     write_folder(folder)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, "vocab_size": 64, **fields}))
     return str(folder)
 
 
 def service(**changed):
-    """A CUDA service with some fields replaced; those of its engine as `engine={...}`."""
+    """Return a CUDA service with some fields replaced; the engine's fields as `engine={...}`."""
     return ServiceConfig.model_validate({"model": "examples/tiny_policy/v0", **changed})
 
 
@@ -50,7 +50,7 @@ def test_a_shipped_config_builds_an_application(path, tmp_path, monkeypatch):
     config = ServiceConfig.load(path)
     assert (config.host, config.port > 0) == ("127.0.0.1" if config.cluster is None else "0.0.0.0", True)
     assert "mode" in document["applications"][0]["args"]
-    if path.stem == "moe":  # the repository has no such model
+    if path.stem == "moe":  # the repository does not contain this model
         config = config.model_copy(update={"model": a_model(tmp_path / "moe", num_experts=8)})
     if path.stem == "mixed":  # and no second environment
         entries = [entry.model_copy(update={"environment": None}) for entry in config.entries]
@@ -215,7 +215,7 @@ def test_only_a_mixture_of_experts_is_spread_by_experts(tmp_path, field):
         with pytest.raises(InvalidRequest, match="requires a mixture of experts") as caught:
             application(service(model=dense, engine=engine), tmp_path)
         assert caught.value.param == "engine.expert_parallel"
-        ranks = service(model=dense, engine={"data_parallel_size": 2})  # allowed, though replicas are better
+        ranks = service(model=dense, engine={"data_parallel_size": 2})  # allowed, although replicas are better
         assert isinstance(application(ranks, tmp_path), serve.Application)
     quantised = service(model=mixture.model, engine={**CPU, "quantization": "fp8_per_channel"})
     with pytest.raises(InvalidRequest, match="quantized experts have no kernel on device cpu"):

@@ -22,7 +22,6 @@ other keys are refused. [Operations](../guides/operations.md), [models](../guide
 
 
 def page() -> str:
-    """Return the page."""
     sections: dict[str, type[BaseModel]] = {"": ServiceConfig}
     sections |= dict(_nested(ServiceConfig))
     return "\n".join([HEAD, *(_section(path, model) for path, model in sections.items())])
@@ -55,7 +54,7 @@ def _section(path: str, model: type[BaseModel]) -> str:
         fields = {name: field for name, field in fields.items() if name in model.__annotations__}
     meanings = {
         name: " ".join((field.description or "").split()) for name, field in fields.items()
-    }  # one line a row
+    }  # one line per row
     rows = [f"| `{name}` | {_default(field)} | {meanings[name]} |" for name, field in fields.items()]
     return "\n".join([title, "", " ".join(about), "", "| key | default | meaning |", "|---|---|---|", *rows, ""])
 

@@ -1,5 +1,8 @@
-"""A shipped config on a Ray that somebody else started, by `serve deploy`: deployed again under load, and once more
-after every process of it was killed, it goes on where it was, rollouts and sessions."""
+"""A shipped config on a running Ray, deployed with `serve deploy`.
+
+It is deployed again under load, and once more after all its processes were killed: rollouts and sessions continue
+from their last state.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ NUM_SAMPLES = 2
 
 
 class Cluster:
-    """A Ray of one node, with the dashboard that `serve deploy` speaks to."""
+    """A Ray cluster of one node, with the dashboard that `serve deploy` uses."""
 
     def __init__(self, folder: Path, ray_folder: str) -> None:
         self.marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
@@ -54,7 +57,7 @@ class Cluster:
         }
 
     def start(self) -> None:
-        """Start the node in a session of its own, without waiting for it."""
+        """Start the node in a separate process group, without waiting for it."""
         arguments = ["start", "--head", "--block", "--port", "0", "--num-cpus", "2", "--disable-usage-stats"]
         arguments += ["--temp-dir", self._ray_folder, "--include-dashboard", "true"]
         arguments += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self._dashboard)]
@@ -68,7 +71,7 @@ class Cluster:
             )
 
     async def deploy(self, document: dict[str, Any]) -> None:
-        """Hand a config to Serve as the README says, once the dashboard answers."""
+        """Deploy a config as the README describes, once the dashboard responds."""
         path = self._folder / "deployed.yaml"
         path.write_text(yaml.safe_dump(document))
         arguments = ["deploy", str(path), "--address", f"http://127.0.0.1:{self._dashboard}"]
@@ -87,11 +90,11 @@ class Cluster:
                 if process.returncode == 0:
                     return
                 assert self._process.poll() is None, (self._folder / "ray.txt").read_text()
-                assert "Failed to connect" in said, said  # the dashboard is not up yet
+                assert "Failed to connect" in said, said  # the dashboard is not running yet
                 await asyncio.sleep(1.0)
 
     def kill(self) -> None:
-        """End every process of it at once, as a host that loses its power does."""
+        """Kill all its processes at once, like a host that loses its power."""
         while pids := pids_with(self.marker):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -99,7 +102,7 @@ class Cluster:
         self._process.wait(60)
 
     def stop(self) -> list[str]:
-        """End the node as its operator does. Returns the processes that are left."""
+        """Stop the node as its operator does. Returns the remaining processes."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(60)
@@ -113,7 +116,7 @@ class Cluster:
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     with tempfile.TemporaryDirectory(
         prefix="ray-", ignore_cleanup_errors=True
-    ) as ray_folder:  # of short socket names
+    ) as ray_folder:  # keeps socket names short
         made = Cluster(tmp_path, ray_folder)
         made.start()
         try:
@@ -124,7 +127,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 class Reading:
-    """A rollout that is read while the service comes and goes."""
+    """A rollout that is read while the service restarts."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.found = Counter[tuple[str, int]]()
@@ -136,7 +139,7 @@ class Reading:
             self.found[record.task_id, record.sample_index] += 1
 
     async def until_under_way(self) -> None:
-        """Wait for the first records. The others run then, or are queued."""
+        """Wait for the first records. The other samples are then running or queued."""
         async with asyncio.timeout(120):
             while not self.found:
                 await asyncio.sleep(0.1)
@@ -158,7 +161,7 @@ async def submitted(client: RolloutClient, count: int, prefix: str) -> Reading:
 
 
 async def count_answers(url: str, counted: list[int]) -> None:
-    """Call by new connections all the while. Raises if one is refused, or a call is not answered."""
+    """Call continuously with new connections. Raises if a connection is refused or a call is not answered."""
     while True:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as answer:
             counted.append(answer.status)
@@ -166,7 +169,7 @@ async def count_answers(url: str, counted: list[int]) -> None:
 
 
 class Conversation:
-    """An unmodified agent's, one call after another."""
+    """The conversation of an unmodified agent, one call after another."""
 
     def __init__(self, session: AgentSession) -> None:
         self._session = session
@@ -208,7 +211,8 @@ async def test_a_service_that_is_deployed_again_goes_on_where_it_was(cluster: Cl
             await first.until_under_way()
             before, statuses = await replica_ids(client), list[int]()
             counting = asyncio.create_task(count_answers(url, statuses))
-            settings["max_queued_trajectories"] = 99_999  # of the arguments of all: each process is replaced
+            # one of the arguments of all deployments, so each process is replaced
+            settings["max_queued_trajectories"] = 99_999
             await cluster.deploy(document)
             await until_replaced(client, before)
             assert not counting.done(), counting.exception()

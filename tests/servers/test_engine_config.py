@@ -1,4 +1,4 @@
-"""The engines of a config: entries, what they may be together, and the environments that they start in."""
+"""The engines of a config: engine pools, allowed combinations, and the environments in which they start."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def service(*engines: dict[str, object], **changed: object) -> ServiceConfig:
 
 
 def second_environment(folder: Path) -> Path:
-    """Make another virtual environment with the packages of this one; returns its Python."""
+    """Create another virtual environment with the packages of this one. Returns its Python."""
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    # With what its own .pth files add: the packages of an editable installation.
+    # Include the paths that its own .pth files add: the packages of an editable installation.
     (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     return folder / "bin" / "python"
 
@@ -44,7 +44,7 @@ def test_entries_have_their_own_sizes():
     first, second = config.entries
     assert [entry.name for entry in config.entries] == ["simulated", "short"]
     assert config.num_replicas == 3
-    assert model_sizes(config).max_context_tokens == 1024  # the longest
+    assert model_sizes(config).max_context_tokens == 1024  # the longest of the engines
     assert build_engine(config, second).info.max_context_tokens == 256
     assert build_engine(config, first).info.max_context_tokens == 1024
     assert replica_config(config, second).entry == "short"

@@ -1,4 +1,4 @@
-"""The manifest for KubeRay: its fields exist, and its parts agree with each other and with the service."""
+"""The KubeRay manifest: its fields exist, and its parts are consistent with each other and with the service."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OF_TYPE = {
 
 
 def faults(given: Any, asked: Any, at: str = "") -> Iterator[str]:
-    """Each place where a document is not as the fields file asks."""
+    """Yield each path at which a document does not match the fields file."""
     if isinstance(asked, list):
         if not isinstance(given, list):
             yield f"{at}: no list"
@@ -60,7 +60,7 @@ def faults(given: Any, asked: Any, at: str = "") -> Iterator[str]:
 
 
 def changed(*place: str | int, to: Any) -> dict[str, Any]:
-    """The RayService with one value changed, or added."""
+    """Return the RayService with one value changed or added."""
     document: Any = yaml.safe_load(yaml.safe_dump(PARTS["RayService"]))
     inner = document
     for part in place[:-1]:
@@ -107,7 +107,7 @@ def test_a_wrong_field_is_found(place, value, fault):
 
 def test_it_names_no_image_and_no_secret_of_anyones():
     for template in (HEAD, WORKER):
-        assert container(template)["image"] == "YOUR_IMAGE"  # capitals: no registry can have it
+        assert container(template)["image"] == "YOUR_IMAGE"  # upper case is invalid in every registry
     names = set(re.findall(r"YOUR_\w+", MANIFEST.read_text())) - {"YOUR_"}
     assert names == {"YOUR_IMAGE", "YOUR_MODEL", "YOUR_MODELS"}
     assert "Secret" not in PARTS
@@ -156,7 +156,7 @@ def test_the_service_waits_for_all_nodes_and_keeps_the_run_on_a_claim():
     assert CONFIG.cluster is not None
     assert CONFIG.cluster.min_nodes == 1 + GROUP["replicas"]
     assert GROUP["replicas"] == GROUP["minReplicas"] == GROUP["maxReplicas"]
-    assert "readinessProbe" not in container(HEAD)  # KubeRay deploys on a head that is ready
+    assert "readinessProbe" not in container(HEAD)  # KubeRay deploys once the head is ready
     assert CONFIG.num_replicas <= GROUP["replicas"] * int(
         container(WORKER)["resources"]["limits"]["nvidia.com/gpu"]
     )
@@ -189,7 +189,7 @@ def test_its_hooks_are_commands_of_ours(hook, is_undone, tmp_path):
     assert ("--undo" in arguments) is is_undone
     nobody = "http://127.0.0.1:9"
     answer = CliRunner().invoke(command, [*arguments[:-1], nobody], env={"AGENTLOOP_ADMIN_KEY": "admin"})
-    assert answer.exit_code == 1, answer.output  # not 2, which is for a wrong command line
+    assert answer.exit_code == 1, answer.output  # not 2, which means an invalid command line
     assert "127.0.0.1:9" in answer.output
 
 

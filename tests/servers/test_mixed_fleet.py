@@ -1,7 +1,7 @@
-"""A service with two kinds of replicas: placed by what each can do, updated together, and every record recomputed.
+"""A service with two kinds of replicas: placement by capability, common updates, and every record recomputed.
 
-The engines are simulated: `wide` has the longer context and gives no seeds, `narrow` takes seeds. Once all in one
-process, and once on a Ray whose `narrow` replicas run in another Python environment.
+The engines are simulated: `wide` has the longer context and no seeds, `narrow` supports seeds. One test runs all in
+one process; another runs a Ray whose `narrow` replicas use another Python environment.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def tasks(count: int, prefix: str, seed: int | None = None, max_tokens: int = 64
 
 
 def recomputed(path: TokenPath, vocab_size: int) -> None:
-    """Assert that each recorded logprob is the simulated policy's, under the version that its span names.
+    """Check that each recorded logprob is the simulated policy's, under the version of its span.
 
-    Under RECOMPUTE all of a token's context is of its own version.
+    Under RECOMPUTE, the context of each token is entirely from the token's version.
     """
     ids = [*path.prompt_ids.tolist(), *path.response_ids.tolist()]
     stream = HashPolicy(vocab_size).open(GenerateRequest("again", tuple(ids), SamplingParams(1)))
@@ -160,7 +160,7 @@ async def test_one_update_reaches_all_and_every_record_recomputes(client: Rollou
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_on_a_ray_with_two_environments(tmp_path: Path) -> None:
-    """`narrow` starts through a script, whose mark its processes carry, with the Python of another environment."""
+    """`narrow` starts through a script with another environment's Python; its processes carry the script's mark."""
     python, script = second_environment(tmp_path / "second"), tmp_path / "python"
     script.write_text(f'#!/bin/sh\nAGENTLOOP_TEST_ENVIRONMENT=second exec {python} "$@"\n')
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Models beside the policy: which one a call reaches, in every dialect, and what is recorded of it."""
+"""Models in addition to the policy: the model that a call reaches, in every dialect, and the recorded model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def two_models(folder: Path) -> AsyncIterator[Site]:
 
 
 def versions_in(answer: Any) -> set[int]:
-    """Return the versions of the spans that an answer has, wherever they are."""
+    """Return the versions of all spans in an answer, at any depth."""
     if isinstance(answer, dict):
         own = {int(answer["version"])} if "version" in answer else set[int]()
         return own.union(*map(versions_in, answer.values()))
@@ -192,7 +192,7 @@ def test_models_too_large_to_sleep_in_the_host_are_refused_before_anything_start
     folders = [shutil.copytree("examples/tiny_policy/v1", tmp_path / name) for name in ("policy", "judge")]
     for folder in folders:
         with (folder / "model-2.safetensors").open("wb") as file:
-            file.truncate(2**40)  # of which the disk holds nothing
+            file.truncate(2**40)  # a sparse file
     own = {"mode": "colocated", "engine": {"kind": "vllm"}}
     models = [{"name": "judge", "model": str(folders[1]), **own}]
     given = {**own, "model": str(folders[0]), "models": models, "turns": {}}

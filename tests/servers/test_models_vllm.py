@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 async def test_the_users_words_are_observed_and_the_judge_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In processes of their own, which reach the other models through their worker."""
+    """In isolated processes, which reach the other models through their worker."""
     monkeypatch.chdir(ROOT)
     example = importlib.import_module("examples.05_judge")
     config = ServiceConfig.load(ROOT / "servers" / "three.yaml")

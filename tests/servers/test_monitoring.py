@@ -1,6 +1,6 @@
-"""Dashboard, alerts and the table of metrics: all that they name is counted, and Prometheus takes it.
+"""Dashboard, alerts and the table of metrics: all named metrics are exported, and Prometheus accepts the files.
 
-`python -m tests.servers.test_monitoring` writes the table in `docs/guides/observability.md` anew.
+`python -m tests.servers.test_monitoring` rewrites the table in `docs/guides/observability.md`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _OWN_LABELS = {"up": {"job", "instance"}}  # Prometheus' own
 
 
 def selectors(expr: str) -> Iterator[tuple[str, str]]:
-    """Iterate over the metrics of a query, each with what stands in its braces; functions and keywords are none."""
+    """Yield the metrics of a query, each with the contents of its braces; functions and keywords are skipped."""
     without_labels = re.sub(r"\b(by|on|ignoring) \([^)]*\)", "", expr)
     bare = re.sub(r'"[^"]*"|\[[^]]*\]', lambda found: found[0] if found[0][0] == '"' else "", without_labels)
     for found in re.finditer(r'(?<![\w"~=.])([a-z_]\w*)(?!\w|\s*\()(?:{([^}]*)})?', bare):
@@ -82,7 +82,7 @@ def _is_within_braces(text: str, at: int) -> bool:
 
 
 def labels_of(metric: str) -> set[str]:
-    """Return the labels of a metric. Raises KeyError for one that the service has not."""
+    """Return the labels of a metric. Raises KeyError for a metric that the service does not export."""
     if metric in _OWN_LABELS:
         return _OWN_LABELS[metric]
     name = metric.removeprefix(PREFIX) if metric.startswith(PREFIX) else ""
@@ -95,7 +95,7 @@ def labels_of(metric: str) -> set[str]:
 
 
 def problems_of(query: Query) -> list[str]:
-    """Return what a query names that the service does not have."""
+    """Return the names in a query that the service does not export."""
     found, known = [], set[str]()
     for metric, matchers in selectors(query.expr):
         try:
@@ -146,11 +146,10 @@ def test_each_alert_names_a_command_and_stands_on_the_page() -> None:
         assert f"| `{name}` |" in page
 
 
-# --- the page ---
+# The documentation page
 
 
 def table() -> str:
-    """Return the table of metrics."""
     rows = [
         f"| `{one.name}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.about} |"
         for one in FAMILIES.values()
@@ -162,15 +161,15 @@ def test_the_page_has_all_metrics_and_few_words() -> None:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     block, _, after = rest.partition(END)
     assert block == table(), "python -m tests.servers.test_monitoring"
-    words = re.sub(r"```.*?```", "", before + after, flags=re.DOTALL).split()  # pictures and commands are none
+    words = re.sub(r"```.*?```", "", before + after, flags=re.DOTALL).split()  # pictures and commands are not words
     assert len(words) < 1500
 
 
-# --- promtool ---
+# Promtool
 
 
 def monitoring_in(where: Path, target: str = "localhost:8000", key: str = "m-1") -> Path:
-    """Copy what Prometheus reads, with a key; returns its config."""
+    """Copy the files that Prometheus reads, with a key. Returns its config."""
     for name in ("prometheus.yml", "alerts.yml"):
         shutil.copy(MONITORING / name, where)
     (where / "metrics.key").write_text(key)
@@ -257,7 +256,7 @@ def test_an_alert_fires_for_its_fault_alone(fault: str, tmp_path: Path) -> None:
     checked("test", "rules", tmp_path / "test.yml")
 
 
-# --- a Prometheus, a service, and a minute of work ---
+# A Prometheus, a service, and a minute of work
 
 ABSENT_THERE = {
     "agentloop_tools_running": "the calculator answers at once",
@@ -276,7 +275,7 @@ ABSENT_THERE = {
 
 
 class Works:
-    """A loop of a turn, a call of a tool, and a turn that does not go on from it."""
+    """A loop that samples a turn, calls a tool, and samples a turn that does not extend the first one."""
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample(max_tokens=16)
@@ -285,15 +284,17 @@ class Works:
 
 
 class Waits:
-    """A loop that is busy with something of its own."""
+    """A loop that waits outside the engine."""
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         await asyncio.sleep(60)
 
 
 async def work(url: str, seconds: float) -> asyncio.StreamWriter:
-    """Keep a service busy: rollouts, sessions, weight updates, pauses, rewards and requests that fail. Returns a
-    request that has no answer yet."""
+    """Put load on a service. Returns a request that has no answer yet.
+
+    The load consists of rollouts, sessions, weight updates, pauses, rewards and failing requests.
+    """
     tasks = [
         RolloutTask("t", (Message("user", "Hi"),), ("calculator",), loop=f"{__name__}:Works", reward=reward)
         for reward in ("exact_match", f"{__name__}:fails")
@@ -330,7 +331,7 @@ async def work(url: str, seconds: float) -> asyncio.StreamWriter:
 
 
 async def slow_request(url: str, key: str = "") -> asyncio.StreamWriter:
-    """Send a request without its body."""
+    """Send a request's headers without its body."""
     host, _, port = url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     headers = f"Host: {host}\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\nContent-Length: 9"
@@ -339,13 +340,13 @@ async def slow_request(url: str, key: str = "") -> asyncio.StreamWriter:
 
 
 def fails(task: RolloutTask, messages: tuple[Message, ...]) -> float:
-    """A reward function with a fault."""
+    """A reward function that raises."""
     raise ValueError("fails")
 
 
 @asynccontextmanager
 async def prometheus(config: Path) -> AsyncIterator[Callable[[str], Awaitable[list[Any]]]]:
-    """Start a Prometheus; yields a function that returns the series of a query."""
+    """Start a Prometheus. Yields a function that returns the series of a query."""
     with listening_socket("127.0.0.1") as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     paths = f"--config.file={config}", f"--storage.tsdb.path={config.parent / 'tsdb'}"
@@ -389,7 +390,7 @@ async def test_every_query_has_values_at_a_real_prometheus(tmp_path: Path, monke
             empty = set[str]()
             for query in QUERIES:
                 found = await values(query.expr.replace("$__rate_interval", "30s"))
-                if query.where in RULES:  # which has values in a fault alone, but its selectors have them before
+                if query.where in RULES:  # it has values only during a fault, but its selectors have values earlier
                     assert found == [], query
                     parts = [f"{name}{{{said}}}" if said else name for name, said in selectors(query.expr)]
                 else:

@@ -1,4 +1,4 @@
-"""Pickles to every port that a service opens: none is ever loaded, and all goes on."""
+"""Pickles sent to every port of a service are never loaded, and the service continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.service.whole_service import simulated_config, whole_site
 
 
 class Trap:
-    """Its unpickling makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,13 +25,13 @@ class Trap:
 
 
 def listening() -> set[tuple[str, int]]:
-    """Every port that this process listens on."""
+    """Return the ports that this process listens on."""
     found = psutil.Process().net_connections("tcp")
     return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
 
 async def said(host: str, port: int, data: bytes) -> None:
-    """Say something, and wait until the other end has closed or taken no notice."""
+    """Send data, and wait until the peer has closed the connection or a second has passed."""
     reader, writer = await asyncio.open_connection(host, port)
     with suppress(ConnectionError, TimeoutError):
         writer.write(data)
@@ -45,12 +45,12 @@ async def test_56_no_port_loads_a_pickle(tmp_path: Path) -> None:
     trap = pickle.dumps(Trap(sprung))
     with suppress(FileExistsError):
         pickle.loads(trap)
-    assert sprung.is_dir()  # it would be seen
+    assert sprung.is_dir()  # a loaded pickle would be detected
     sprung.rmdir()
     before = listening()
     async with whole_site(simulated_config(replicas=1, ingress_replicas=2), tmp_path) as site:
         ports = listening() - before
-        assert len(ports) >= 6  # public and own ports of two processes, coordinator, replica
+        assert len(ports) >= 6  # public and private ports of two processes, coordinator, replica
         kinds = ("application/octet-stream", "application/x-pickle", "application/json", "application/msgpack")
         bodies = [
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"

@@ -1,4 +1,4 @@
-"""The public port of a service, with keepers as threads: processes that come and go, and keepers too."""
+"""The public port of a service, with keepers as threads: processes and keepers start and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentloop_servers.net.tcp import listening_socket
 
 
 class Keepers:
-    """The keepers of one port, as an actor's name leads to the newest."""
+    """The keepers of one port; the name refers to the newest one, as an actor's name does."""
 
     def __init__(self, port: int, linger_s: float = 5.0) -> None:
         self.port = port
@@ -37,7 +37,7 @@ def port() -> int:
 
 @asynccontextmanager
 async def ingress(keepers: Keepers) -> AsyncIterator[socket.socket]:
-    """A process's share of the port."""
+    """The share of the port that an ingress process has."""
     public = PublicPort("the port", keepers.find)
     try:
         with await public.take() as listener:
@@ -48,7 +48,7 @@ async def ingress(keepers: Keepers) -> AsyncIterator[socket.socket]:
 
 
 async def accepted(listener: socket.socket, port: int) -> None:
-    """Connect, and see who takes it."""
+    """Connect, and check that this listener accepts the connection."""
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
         client.setblocking(False)
@@ -65,7 +65,7 @@ async def test_processes_share_one_port_that_nobody_else_gets(port: int) -> None
         async with ingress(keepers) as other:
             await accepted(one, port)
             await accepted(other, port)
-        await accepted(one, port)  # one of them left
+        await accepted(one, port)  # one of them closed its share
         with pytest.raises(OSError, match="in use"):
             listening_socket("127.0.0.1", port)
     assert keepers.keeper.path("another") is None

@@ -1,4 +1,4 @@
-"""The real service whose worker process dies: trajectories go on at their last turn, with the tokens they had."""
+"""The real service loses its worker process: trajectories resume from their last turn, with the same tokens."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "data" / "tasks.jsonl"
 NUM_TASKS = 12
 MIN_RESUMED = 4  # the policy answers some tasks without a call
-PAUSE_S = 6.0  # of each tool call: what was sampled before it is on disk by then
+PAUSE_S = 6.0  # per tool call: the tokens sampled before it are on disk by then
 
 
 @tool(name="calculator", timeout_s=60.0)
@@ -63,7 +63,7 @@ async def undisturbed(site: tuple[RolloutClient, Path]) -> dict[str, Trajectory]
 
 
 def workers() -> list[int]:
-    """The processes of this test's service alone."""
+    """Return the worker processes of this test's service only."""
     tree = Tree(os.getpid())
     tree.refresh()
     return [process.pid for process in tree.of("worker")]
@@ -95,5 +95,5 @@ async def test_a_trajectory_goes_on_with_the_tokens_of_its_finished_turns(
         assert path.logprobs[:end] == pytest.approx(expected.logprobs[:end], abs=1e-3)
         assert len(path.turns) > record.num_resumed_turns
     async with asyncio.timeout(60):
-        while list((run_dir / "turns").glob("*")):  # nothing is left to go on from
+        while list((run_dir / "turns").glob("*")):  # no journal is left
             await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The run's directory: its secret outlives a deployment, and nobody else may read it."""
+"""The run's directory: its secret outlives a deployment, and no other user can read it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ time.sleep(60)
 
 
 def hold(folder: Path) -> subprocess.Popen[str]:
-    """Another process that has a directory's lock."""
+    """Start another process that holds a directory's lock."""
     return subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
 
 
@@ -69,13 +69,13 @@ async def test_a_directory_has_one_service_and_names_its_process(tmp_path: Path)
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        holder.send_signal(signal.SIGSTOP)  # it may go on at any moment
+        holder.send_signal(signal.SIGSTOP)  # it could continue at any moment
         with pytest.raises(Conflict, match=f"still running in .*: process {holder.pid}; stop it first$"):
             await take_run_lock(tmp_path, 0.0)
     finally:
         holder.kill()
         holder.communicate()
-    lock = await take_run_lock(tmp_path, 10.0)  # whoever died holds nothing
+    lock = await take_run_lock(tmp_path, 10.0)  # a dead process holds no lock
     assert (tmp_path / RUN_LOCK).read_text() == str(os.getpid())
     with pytest.raises(Conflict):
         await take_run_lock(tmp_path, 0.0)

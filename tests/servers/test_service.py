@@ -1,4 +1,4 @@
-"""The whole service on a local Ray, with simulated engines: kills, restarts, interrupts, two side by side."""
+"""The whole service on a local Ray, with simulated engines: kills, restarts, interrupts, two services at a time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_the_ten_lines_of_the_readme(client, url, capsys):
 
 
 GCS_ADDRESS = r"--gcs-address=(\S+)"  # in the command lines of Ray's processes
-# As a stranger on the network would: without the token that this user's Ray has.
+# Like a client elsewhere on the network: without the token that this user's Ray has.
 ASK_FOR_NODES = """
 import sys, grpc
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -181,7 +181,7 @@ PARTS = ("EngineReplica", "AgentLoopWorker", "Coordinator")
 
 @pytest.mark.parametrize("kinds", [PARTS, *(pytest.param((kind,), marks=pytest.mark.long) for kind in PARTS)])
 async def test_a_killed_part_costs_no_accepted_task(service, client, kinds):
-    """One of each kind, at the same moment."""
+    """One process of each kind is killed at the same time."""
     rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=800, timeout_s=120)), num_samples=2)
     for kind in kinds:
         os.kill(service.deployed(kind)[0], signal.SIGKILL)
@@ -192,7 +192,7 @@ async def test_a_killed_part_costs_no_accepted_task(service, client, kinds):
 
 
 async def heard_of(service: Service) -> set[str]:
-    """The processes that `process_up` names, silent ones too."""
+    """Return the processes that `process_up` lists, including silent ones."""
     async with service.http.get(f"{service.url}/metrics") as answer:
         return set(re.findall(r'^agentloop_process_up{process="(.*?)"}', await answer.text(), re.MULTILINE))
 
@@ -214,7 +214,7 @@ async def test_a_part_that_is_told_to_end_gives_back_what_it_has_and_ends(servic
     async with asyncio.timeout(60):
         while victim in service.deployed(kind):
             await asyncio.sleep(0.2)
-    if kind in ("AgentLoopWorker", "EngineReplica"):  # the others' names are those of their successors
+    if kind in ("AgentLoopWorker", "EngineReplica"):  # replacements of the others reuse their names
         assert len(heard_before - await heard_of(service)) == 1, "it said goodbye"
     left = service.events("worker_left")[num_before:]
     assert [event["num_running"] > 0 for event in left] == [True] * (kind == "AgentLoopWorker")
@@ -231,7 +231,7 @@ async def test_a_part_that_stands_still_for_good_is_replaced(service, client, ki
     rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=800, timeout_s=120)), num_samples=2)
     victim = service.deployed(kind)[0]
     stop_process(victim)
-    async with asyncio.timeout(2 * found_within_s):  # the bound is for quiet cores
+    async with asyncio.timeout(2 * found_within_s):  # the bound is for idle cores
         while victim in service.deployed(kind):
             await asyncio.sleep(0.5)
     found = await collect(rollout)
@@ -254,7 +254,7 @@ def start(marker: str, out: Path, count: int = 400) -> subprocess.Popen[str]:
 
 
 def command_serve(marker: str, *arguments: str) -> tuple[subprocess.Popen[str], list[str]]:
-    """A service in a process of its own, and what it said until it was ready, or ended."""
+    """Run a service in a separate process. Returns its output until it was ready or ended."""
     process = subprocess.Popen(
         [sys.executable, "-m", "agentloop_servers.cli", "serve", *arguments],
         cwd=ROOT,
@@ -327,7 +327,7 @@ def test_ctrl_c_leaves_no_process(tmp_path, after_s):
     marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
     process = start(marker, tmp_path)
     time.sleep(after_s)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the whole foreground group
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert processes_with(marker) == []
@@ -361,6 +361,6 @@ def test_two_rollouts_side_by_side(tmp_path):
     markers = [f"AGENTLOOP_TEST_{uuid.uuid4().hex}" for _ in range(2)]
     both = [start(marker, tmp_path / str(n), count=1) for n, marker in enumerate(markers)]
     for process in both:
-        output, _ = process.communicate(timeout=500)  # two services start at once, on cores that may be busy
+        output, _ = process.communicate(timeout=500)  # two services start at once, possibly on busy cores
         assert process.returncode == 0, output
     assert [processes_with(marker) for marker in markers] == [[], []]

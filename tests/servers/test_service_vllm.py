@@ -1,6 +1,6 @@
-"""The balancer on a real service: two vLLM replicas on CPU, with room for a few dozen contexts each.
+"""The balancer on a real service: two vLLM replicas on CPU, with KV for a few dozen contexts each.
 
-One service for all tests of this file, in their order: the last one kills a replica.
+All tests of this file share one service and run in order; the last one kills a replica.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KV_MIB = 8  # 4,096 tokens of the tiny policy
 
 
 def tasks(count: int, prefix: str) -> list[RolloutTask]:
-    """Tasks of two calls of the calculator, so of three turns."""
+    """Return tasks of two calculator calls each, so of three turns."""
     shipped = [one for one in load_tasks(ROOT / "examples" / "data" / "tasks.jsonl") if "two_calls" in one.task_id]
     return [replace(shipped[n % len(shipped)], task_id=f"{prefix}{n}") for n in range(count)]
 
@@ -73,7 +73,7 @@ async def client(url: str) -> AsyncIterator[RolloutClient]:
 
 @dataclass
 class Watched:
-    """A rollout's records, and what the service said while it ran."""
+    """A rollout's records, and the service's statuses while it ran."""
 
     records: list[Trajectory] = field(default_factory=list)
     statuses: list[ServiceStatus] = field(default_factory=list)
@@ -146,7 +146,7 @@ async def test_the_engines_own_spans_are_within_those_of_the_turns(client: Rollo
 
 
 async def test_more_begin_than_were_expected_to_fit_and_find_their_kv(client):
-    """At first contexts are expected to grow by 256 tokens; they grow by about 90, and the balancer learns that."""
+    """Contexts are first expected to grow by 256 tokens; they grow by about 90, and the balancer adapts."""
     run = await watched(client, await client.submit(tasks(NUM_GROUPS, "t"), num_samples=NUM_SAMPLES))
     assert_complete(run, NUM_GROUPS, NUM_SAMPLES)
     queues = [one.queue for one in run.statuses]
@@ -162,7 +162,7 @@ async def test_more_begin_than_were_expected_to_fit_and_find_their_kv(client):
 
 
 async def test_a_demanded_version_is_the_one_that_samples(client: RolloutClient) -> None:
-    """Version n has the weights of v0 or v1, as n is even or odd: a wrong one is off by far more than 0.02."""
+    """Version n has the weights of v0 or v1 for even or odd n; a wrong version differs by far more than 0.02."""
     num_callers, num_calls, num_updates = 25, 80, 20
     first = (await client.status()).weight_version
     assert first is not None
@@ -197,7 +197,7 @@ async def test_a_demanded_version_is_the_one_that_samples(client: RolloutClient)
     worst = 0.0
     for prompt, answer in answers:
         for span in answer.weight_versions:
-            folder = POLICY / ("v1" if span.version == first else f"v{span.version % 2}")  # it began with v1
+            folder = POLICY / ("v1" if span.version == first else f"v{span.version % 2}")  # it started with v1
             named = logprobs([*prompt, *answer.token_ids], folder)[len(prompt) :]
             recorded = answer.logprobs[span.start : span.end]
             worst = max(worst, np.abs(named[span.start : span.end] - recorded).max())
@@ -209,7 +209,7 @@ async def test_a_demanded_version_is_the_one_that_samples(client: RolloutClient)
 
 
 async def test_scores_are_those_of_transformers_in_every_dialect(client: RolloutClient, url: str) -> None:
-    """Of what the policy sampled and of what it never would; the numbers of all dialects are the same."""
+    """For text that the policy sampled and text that it would never sample; all dialects give the same numbers."""
     shipped, random = POLICY / "v1", Random(3)
     said = await client.generate(range(5, 45), max_tokens=64, seed=1)
     batch = [[*range(5, 45), *said.token_ids]]
@@ -244,7 +244,7 @@ async def test_scores_are_those_of_transformers_in_every_dialect(client: Rollout
 
 
 async def test_a_trainer_of_sglangs_dialect(client: RolloutClient, url: str) -> None:
-    """Partial samples put back, and an update in the middle: logprobs are those of the weights that spans name."""
+    """Partial samples are resumed, with an update in between: logprobs match the weights of each span's version."""
     served = (await client.status()).weight_version
     assert served is not None
     folders = {str(served + 1): POLICY / "v1", str(served + 2): POLICY / "v0"}
@@ -297,7 +297,7 @@ async def test_a_killed_replicas_trajectories_go_on_elsewhere_and_nothing_is_los
     run = await running
     assert_complete(run, NUM_GROUPS, NUM_SAMPLES)
     assert {one.attempt for one in run.records} == {0}, "none was begun again"
-    num_leases: dict[str, int] = {}  # of each replica while it was ready, the last ones
+    num_leases: dict[str, int] = {}  # the leases of each replica at the last status that showed it as ready
     for status in run.statuses:
         num_leases.update({one.replica_id: one.num_leases for one in status.replicas if one.state == "ready"})
     ready = {one.replica_id for one in run.statuses[-1].replicas if one.state == "ready"}
@@ -312,6 +312,6 @@ async def test_a_killed_replicas_trajectories_go_on_elsewhere_and_nothing_is_los
 
 
 def _is_under_way(status: ServiceStatus, rollout_id: str) -> bool:
-    """Tell if some have ended, and both replicas have others."""
+    """Return True if some trajectories have ended and both replicas have others."""
     (rollout,) = (one for one in status.rollouts if one.rollout_id == rollout_id)
     return rollout.num_finished >= NUM_SAMPLES and min(one.num_leases for one in status.replicas) >= NUM_SAMPLES

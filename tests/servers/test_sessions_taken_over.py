@@ -1,4 +1,4 @@
-"""Sessions of a service on several hosts whose store is in PostgreSQL: one host is cut off, another goes on."""
+"""Sessions of a service on several hosts with PostgreSQL: one host is isolated, and another takes over."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.service.cut_port import CutPort
 from tests.support.service.postgres_server import PostgresServer
 from tests.support.service.whole_service import SECRET, ServiceSite, simulated_config, whole_site
 
-TAKEN_OVER_WITHIN_S = 60.0  # 20 on hosts that have nothing else to do
+TAKEN_OVER_WITHIN_S = 60.0  # 20 s on idle hosts
 
 
 class Host:
-    """A host with an ingress process, on a disk of its own."""
+    """A host with an ingress process and its own disk."""
 
     def __init__(self, site: ServiceSite, config: ServiceConfig, folder: Path, name: str) -> None:
         self.disk = folder / name / site.run_dir.name
@@ -65,7 +65,7 @@ async def asked(
 
 
 async def until(http: aiohttp.ClientSession, host: Host, method: str, path: str, **body: Any) -> Any:
-    """What a client gets that asks again as long as it is told to."""
+    """Return the answer to a client that retries as long as the service answers 503."""
     async with asyncio.timeout(TAKEN_OVER_WITHIN_S):
         while True:
             status, found = await asked(http, host, method, path, **body)
@@ -95,7 +95,7 @@ async def test_a_session_goes_on_at_another_host_and_the_one_that_is_cut_off_rec
 ) -> None:
     async with two_hosts(postgres_server, tmp_path) as (a, b), aiohttp.ClientSession() as http:
         made = await until(http, a, "POST", "/sessions", rollout_id="mine")
-        await until(http, a, "POST", "/sessions", session_id="first")  # once slots are given out
+        await until(http, a, "POST", "/sessions", session_id="first")  # after partitions have been assigned
         await until(http, b, "POST", "/sessions", session_id="second")
         given = [await until(http, b, "POST", "/sessions", session_id=f"given-{number}") for number in range(12)]
         mine = next(one for one in given if one["base_url"].startswith(a.url))
@@ -112,7 +112,7 @@ async def test_a_session_goes_on_at_another_host_and_the_one_that_is_cut_off_rec
         for name in ids:
             said = turn("Hi", first[name], "And?")
             await until(http, b, "POST", f"/sessions/{name}/v1/chat/completions", **said)
-        # It is alive, its clients reach it, and it reaches the database.
+        # The host is running, its clients reach it, and it reaches the database.
         for name in ids:
             status, found = await asked(
                 http, a, "POST", f"/sessions/{name}/v1/chat/completions", **turn("Hi", first[name], "Late?")

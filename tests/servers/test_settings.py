@@ -1,4 +1,4 @@
-"""What a config leaves open follows from its GPUs and the host, and stays with the run."""
+"""Defaults of a config follow from its GPUs and the host, and stay the same for the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_more_engines_have_more_processes_as_far_as_there_are_cpus(num_engines, 
 def test_seats_and_places_on_gpus(tmp_path: Path) -> None:
     found = sized(a_config(replicas=4), tmp_path, num_cpus=64)
     assert found.engine.num_seats == 512
-    assert (found.workers.replicas, found.workers.capacity) == (16, 256)  # twice the seats of four engines
+    assert (found.workers.replicas, found.workers.capacity) == (16, 256)  # twice the slots of four engines
     assert sized(found, tmp_path, num_cpus=2) == found
 
 
@@ -64,7 +64,7 @@ def test_the_cpus_of_this_process() -> None:
 
 
 def prepared(before: str, num_threads: int | None) -> str:
-    """What a process has after its preparation that began at nice 15, as actors of Ray do."""
+    """Return the settings of a process after its preparation, started at nice 15 like Ray's actors."""
     code = (
         "from agentloop_servers.cluster.host import prepare_engine_process\n"
         f"import os, threading; os.setpriority(os.PRIO_PROCESS, 0, 15); os.environ[{THREADS!r}] = '1'; {before}"

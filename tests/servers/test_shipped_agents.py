@@ -1,4 +1,4 @@
-"""`agentloop rollout --agent` as a newcomer runs it: real vLLM replicas, the shipped policy, unmodified agents."""
+"""`agentloop rollout --agent` with default settings: real vLLM replicas, the shipped policy, unmodified agents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Run:
 
 
 def roll_out(folder: Path, num_tasks: int, *arguments: str) -> Run:
-    """A run over the calculator's tasks; nothing of it may be left."""
+    """Run the calculator's tasks, and check that no session or process is left."""
     lines = (ROOT / "examples/data/tasks.jsonl").read_text().splitlines()
     tasks = [line for line in lines if json.loads(line)["tools"] == ["calculator"]]
     (folder / "tasks.jsonl").write_text("\n".join(tasks[:num_tasks]))
@@ -76,7 +76,7 @@ def test_an_openai_agent_learns_from_a_push_in_the_middle(tmp_path: Path) -> Non
     assert of_version["0"]["success"] < of_version["1"]["success"]
     assert len(run.rows) == 96
     for record in run.records:
-        [path] = record.paths  # nothing was tokenised anew
+        [path] = record.paths  # nothing was tokenized again
         roles = [message.role for message in record.messages]
         assert roles.count("assistant") == len(path.turns)
         assert roles[-1] == "assistant"
@@ -86,7 +86,7 @@ def test_an_openai_agent_learns_from_a_push_in_the_middle(tmp_path: Path) -> Non
     assert any(len(record.path.turns) > 1 for record in run.records)
 
 
-@pytest.mark.clients  # a process of its own for every sample: too long for `make test`
+@pytest.mark.clients  # each sample has a separate process: too long for `make test`
 def test_a_command_that_knows_nothing_of_us_is_recorded_too(tmp_path: Path) -> None:
     push = ("--push", "examples/tiny_policy/v1", "--push-after", "0")
     run = roll_out(tmp_path, 6, *COMMAND, "--samples", "1", "--concurrency", "2", *push)

@@ -1,4 +1,4 @@
-"""`agentloop rollout` as a newcomer runs it: real vLLM replicas, the shipped policy, an update in the middle."""
+"""`agentloop rollout` with default settings: real vLLM replicas, the shipped policy, an update in the middle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Run:
     directory: Path
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
-    left: list[str]  # processes that outlived it
+    left: list[str]  # processes that outlived the run
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def test_the_update_reaches_trajectories_in_flight(run):
 
 
 def test_the_later_checkpoint_solves_clearly_more(run):
-    """By the share of a record's tokens: how many records have both versions depends on the machine's speed."""
+    """Compared by the share of a record's tokens: the number of mixed records depends on the machine's speed."""
     first, later = [], []
     for row in run.rows:
         tokens: Counter[int] = Counter()
@@ -110,7 +110,7 @@ def test_records_are_aligned(run):
 
 
 def sample_of(run: Run) -> list[dict[str, Any]]:
-    """50 trajectories, half of them of both versions."""
+    """Return 50 trajectories, half of them with both versions."""
     mixed = [
         row
         for row in run.rows
@@ -132,9 +132,9 @@ def test_recorded_logprobs_are_those_of_the_named_version(run):
 
 
 def test_the_check_fails_on_tokens_encoded_again_from_text(run):
-    """The failure of retokenising rollouts, made on purpose: the same check must not accept it."""
+    """The failure of rollouts that re-tokenize, caused on purpose: the same check must not accept it."""
     tokenizer = Tokenizer.from_file(str(POLICY / "v1" / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # text is only text once it has been decoded
+    tokenizer.encode_special_tokens = True  # decoded special tokens are plain text
     num_refused = 0
     rows = sample_of(run)
     for row in rows:

@@ -1,4 +1,4 @@
-"""A process whose main thread waits outside Python, as a process of Ray's does, ends on SIGTERM all the same."""
+"""A process ends on SIGTERM even if its main thread waits outside Python, like a process of Ray."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FORKS = """if (child := os.fork()) == 0:
 
 
 def process_of(serve: str = FOREVER, close: str = "pass", grace_s: float = 60.0, before: str = "pass") -> str:
-    """The source of a process that handles SIGTERM as the service's do, its main thread outside Python."""
+    """Return the source of a process that handles SIGTERM like the service, with its main thread outside Python."""
     return PROCESS.format(close=close, serve=serve, grace_s=grace_s, before=before)
 
 

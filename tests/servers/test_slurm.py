@@ -1,4 +1,4 @@
-"""The script for Slurm, with a `scontrol` and an `srun` that write down what they were told."""
+"""The Slurm script, with `scontrol` and `srun` replaced by scripts that record their arguments."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_starts_ray_on_each_node_and_the_service_on_the_first(job):
     script = run(job, "--config", "my.yaml")
     lines = until_it_serves(job)
     script.send_signal(signal.SIGTERM)
-    assert script.wait(30) == 7  # the service's own, which had the signal
+    assert script.wait(30) == 7  # the exit status of the service, which received the signal
     assert said(job)[-1] == "ended"
     step = "token/64 --overlap --nodes=1 --ntasks=1 --nodelist="
     no_keys = "env -u AGENTLOOP_KEY -u AGENTLOOP_ADMIN_KEY"

@@ -1,4 +1,4 @@
-"""A service's start: signals within it, a Ray that fails or is slow, and what the cluster cannot give."""
+"""Start of a service: signals during the start, a failing or slow Ray, and missing cluster resources."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ MARK = "AGENTLOOP_TEST_START"
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """The living processes that have the mark in their environment, with their command lines."""
+    """Return the living processes that have the mark in their environment, with their command lines."""
     found = {}
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
                 found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return found
 
 
 class Start:
-    """`agentloop serve` in a process of its own."""
+    """`agentloop serve` in a separate process."""
 
     def __init__(self, folder: Path, **engine: object) -> None:
         document = yaml.safe_load(SIMULATED.read_text())
@@ -58,7 +58,7 @@ class Start:
         )
 
     def wait_for(self, text: str) -> None:
-        """Read up to a line that has the text."""
+        """Read output up to a line that contains the text."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -67,13 +67,13 @@ class Start:
         pytest.fail(f"no line has {text!r}: {''.join(self.lines)}")
 
     def end(self) -> tuple[int, str]:
-        """Return the exit status, and all output."""
+        """Return the exit status and all output."""
         output, _ = self.process.communicate(timeout=240)
         self.lines.append(output)
         return self.process.returncode, "".join(self.lines)
 
     def find(self, program: str) -> int:
-        """Wait for the process of the start that runs a program: a binary, or a script of Python's."""
+        """Wait for the process of the start that runs a program: a binary, or a Python script."""
         deadline_at = time.monotonic() + 60
         while time.monotonic() < deadline_at:
             for pid, line in processes_of(self.mark).items():
@@ -127,7 +127,7 @@ def test_a_signal_within_a_start_ends_in_our_own_words_with_nothing_left(
     found, output = start.end()
     assert (found, output.strip().splitlines()[-1]) == (status, said)
     assert "Traceback" not in output
-    assert "received at time" not in output  # as Ray's C++ handlers say
+    assert "received at time" not in output  # the message of Ray's C++ handlers
     start.assert_nothing_is_left()
 
 
@@ -139,7 +139,7 @@ def test_a_ray_that_fails_is_started_once_more_in_a_fresh_session(starting: Call
     os.kill(start.find("/raylet/raylet"), signal.SIGKILL)  # before its node is registered
     start.wait_for("retrying once")
     assert "its raylet exited with status -9" in start.lines[-1]
-    start.wait_for("Ingress: 1 starting")  # each process is told of
+    start.wait_for("Ingress: 1 starting")  # the status of each process is printed
     start.process.send_signal(signal.SIGTERM)
     status, output = start.end()
     assert status == 143
@@ -150,7 +150,7 @@ def test_a_ray_that_fails_is_started_once_more_in_a_fresh_session(starting: Call
 @pytest.mark.ray
 @pytest.mark.long
 def test_agents_of_ray_that_are_slow_do_not_end_a_start(starting: Callable[..., Start]) -> None:
-    """They stand still for longer than the 30 s that Ray gives them."""
+    """They are paused for longer than the 30 s that Ray allows."""
     start = starting()
     start.wait_for("starting Ray")
     agents = [start.find("/runtime_env/agent/main.py"), start.find("/dashboard/agent.py")]
@@ -170,7 +170,7 @@ def test_agents_of_ray_that_are_slow_do_not_end_a_start(starting: Callable[..., 
 def test_rays_idle_workers_end_and_no_monitor_scales_the_one_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pid_of_worker() -> int:  # local, so that Ray carries it by value
+    def pid_of_worker() -> int:  # a local function, so that Ray pickles it by value
         return os.getpid()
 
     monkeypatch.setenv("RAY_idle_worker_killing_time_threshold_ms", "500")

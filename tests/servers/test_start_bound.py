@@ -1,4 +1,4 @@
-"""A start that hangs, in whatever thread and in whatever language, ends its process."""
+"""A start that hangs, in any thread and in Python or native code, ends its process."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def test_the_process_ends_and_says_why(start, status, said):
     assert done.returncode == status
     assert said in done.stdout + done.stderr
     assert ("started" in done.stdout) == (status == 0)
-    assert ("<string>" in done.stderr) == (status == 1)  # the place where it hangs
+    assert ("<string>" in done.stderr) == (status == 1)  # the position at which it hangs

@@ -1,4 +1,4 @@
-"""The users' file: names, keys that rotate, limits, and who is told to read it again."""
+"""The users' file: names, key rotation, limits, and reloading by every process."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_the_last_minute() -> None:
         for _ in range(3):
             users.count_tokens("a", 40)
             await clock.sleep(20.0)
-        assert (users.tokens_of("a"), users.has_tokens("a")) == (80, True)  # the first is a minute old
+        assert (users.tokens_of("a"), users.has_tokens("a")) == (80, True)  # the first call is a minute old
         users.count_tokens("a", 40)
         assert not users.has_tokens("a")
         assert users.has_tokens("b")
@@ -99,7 +99,7 @@ def test_tokens_are_those_of_the_last_minute() -> None:
 
 
 def build(config: ServiceConfig) -> SimulatedEngine:
-    """An engine whose calls take two seconds."""
+    """Build an engine whose calls take two seconds."""
     return SimulatedEngine(
         SimulatedSpec(RENDERER.vocab_size, 4096, num_blocks=64_000, latency=LatencyModel(decode_s=0.01))
     )
@@ -146,7 +146,7 @@ async def test_a_user_has_its_limits_and_others_have_theirs(users: Users) -> Non
     assert [status for status, _ in await asyncio.gather(*calls)] == [200, 200]
     assert (await users.ask("a1", "POST", paths[2], CALL))[0] == 200
     async with asyncio.timeout(20):
-        while True:  # reports come once a second
+        while True:  # reports are sent once a second
             _, status = await users.ask("root", "GET", "/status", process=1)
             used = {one["name"]: one for one in status["users"]}
             if used.get("alice", {}).get("sessions") == 4 and used["alice"]["tokens_last_minute"] >= 600:
@@ -160,7 +160,7 @@ async def test_a_user_has_its_limits_and_others_have_theirs(users: Users) -> Non
 async def test_keys_rotate_without_a_restart(users: Users) -> None:
     made = (await users.ask("a1", "POST", "/sessions", {"session_id": "kept"}))[1]
     write(users.path, {"name": "alice", "keys": [digest("a2")], "retired": [digest("a1")]}, ROOT)
-    assert (await users.ask("a2", "GET", "/status"))[0] == 401  # nobody said that it changed
+    assert (await users.ask("a2", "GET", "/status"))[0] == 401  # the change is not loaded yet
     assert (await users.ask("a1", "POST", "/admin/users"))[0] == 403
     assert (await users.ask("root", "POST", "/admin/users")) == (200, {"num_users": 2})
     assert (await users.ask("a1", "GET", "/status"))[0] == 401
@@ -171,7 +171,7 @@ async def test_keys_rotate_without_a_restart(users: Users) -> None:
     assert (await users.ask("a2", "GET", "/status", process=1))[0] == 200
     users.path.write_text("users: [")
     assert (await users.ask("root", "POST", "/admin/users"))[0] == 400
-    assert (await users.ask("a2", "GET", "/status"))[0] == 200  # those of before stay
+    assert (await users.ask("a2", "GET", "/status"))[0] == 200  # the previous users stay
 
 
 async def test_two_processes_list_a_users_sessions_as_one(users: Users) -> None:

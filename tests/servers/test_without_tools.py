@@ -1,4 +1,4 @@
-"""A whole service whose model has no parser: plain chat and tasks are served, tools are refused at its door."""
+"""A whole service whose model has no parser: plain chat and tasks are served, tools are refused on entry."""
 
 from __future__ import annotations
 

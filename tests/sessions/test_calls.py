@@ -7,7 +7,7 @@ from agentloop.trajectory.node import CallRecord, ModelCallState
 
 
 def test_num_bytes_is_near_what_python_says():
-    call_ids = [uuid.uuid4().hex for _ in range(150)]  # those are the turns', and counted there
+    call_ids = [uuid.uuid4().hex for _ in range(150)]  # they belong to the turns and are counted there
 
     def build() -> CallTable:
         return CallTable(

@@ -1,4 +1,4 @@
-"""A reply that its client has begun: the policy goes on from it, and the record tells who wrote what."""
+"""A reply that its client has started: the policy continues it, and the record shows the author of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a session, journals that fail, and sessions made again from what the journal has."""
+"""The end of a session, failing journals, and sessions restored from the journal."""
 
 import asyncio
 import math
@@ -100,7 +100,7 @@ async def test_finish_waits_for_open_calls(engine):
     await asyncio.sleep(0)
     with pytest.raises(SessionFinished):
         await session.call(CHAT, key("b"))
-    retried = asyncio.create_task(session.call(CHAT, key("a", 1)))  # still welcome
+    retried = asyncio.create_task(session.call(CHAT, key("a", 1)))  # still accepted
     trajectory = await finishing
     assert trajectory.is_complete
     assert len(trajectory.paths) == 1
@@ -204,7 +204,7 @@ async def test_a_path_that_went_on_after_its_score_is_told(engine):
     )
 
 
-# --- journals that fail -----------------------------------------------------------------------------------
+# Failing journals
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -282,7 +282,7 @@ async def test_a_journal_that_hangs_is_given_up(engine):
 
 @pytest.mark.parametrize("num_steps", range(12))
 async def test_a_cancelled_task_leaves_nothing_open(engine, num_steps):
-    """As at the end of a process: the call's own task is cancelled, wherever it is."""
+    """Like the end of a process: the call's own task is cancelled at any point."""
     journal = MemoryJournal()
     session = make_session(engine, journal)
     call = asyncio.create_task(session.call(ask("one", max_tokens=3), key("a")))
@@ -330,7 +330,7 @@ async def test_close_ends_everything(engine):
     assert journal.states == [ModelCallState.FAILED]
 
 
-# --- the next process -------------------------------------------------------------------------------------
+# The next process
 
 
 async def test_a_restored_session_goes_on_and_answers_again(engine):

@@ -1,6 +1,8 @@
-"""Sessions under random faults, in virtual time: clients that leave and retry, lost engines, failing journals,
-weight updates, an early finish. Whatever happens, what is accepted is committed once or has failed, and all data
-agree."""
+"""Sessions under random faults, in virtual time.
+
+The faults are clients that disconnect and retry, lost engines, failing journals, weight updates and an early
+finish. Every accepted call is committed once or has failed, and all data agree.
+"""
 
 import asyncio
 from collections import Counter
@@ -26,11 +28,11 @@ MAX_TRIES = 5
 
 
 class FaultyEngine:
-    """An engine whose connection breaks at random: before a request, in the middle, or with its answer."""
+    """An engine whose connection breaks at random: before a request, during it, or with its answer."""
 
     def __init__(self, engine, random, clock, odds):
         self.engine, self.random, self.clock, self.odds = engine, random, clock, odds
-        self.served = {}  # what went in and what came out, by request
+        self.served = {}  # the prompt and the output of each request
 
     async def generate(self, request, on_progress=None):
         self._break("before")
@@ -57,7 +59,7 @@ class FaultyEngine:
 
 
 class SlowJournal(MemoryJournal):
-    """Writes fail at random; all but a call's beginning take time, one after the other."""
+    """A journal whose writes fail at random. All writes except a call's start take time, one after the other."""
 
     def __init__(self, random, clock, odds):
         super().__init__()
@@ -77,18 +79,18 @@ class SlowJournal(MemoryJournal):
 
 @dataclass
 class Schedule:
-    """What clients saw."""
+    """The observations of the clients."""
 
     random: Random
     clock: VirtualClock
-    answers: dict = field(default_factory=dict)  # by digest: every result that a client got
+    answers: dict = field(default_factory=dict)  # by digest: every result that a client received
     num_left: int = 0
     num_errors: int = 0
     errors: Counter = field(default_factory=Counter)
 
 
 async def one_try(run, session, chat, call_key):
-    """One HTTP request: its client may leave at any time, or lose the answer."""
+    """Make one HTTP request. Its client may disconnect at any time, or lose the answer."""
     random = run.random
 
     async def whole():
@@ -107,7 +109,7 @@ async def one_try(run, session, chat, call_key):
             run.num_left += 1
         task.cancel()
         if random.random() < 0.5:
-            return None  # the retry does not wait for the old request's end
+            return None  # the retry does not wait for the end of the old request
     try:
         result = await task
     except asyncio.CancelledError:
@@ -141,10 +143,10 @@ async def one_agent(run, session, name):
         if result is None:
             if run.random.random() < 0.5:
                 return
-            continue  # the agent asks something else
+            continue  # the agent sends another request
         assert len(result.choices) == num_choices
         reply = run.random.choice(result.choices).reply.message
-        kept = messages[:1] if run.random.random() < 0.2 else messages  # it forgets what was said
+        kept = messages[:1] if run.random.random() < 0.2 else messages  # it drops the history
         messages = [*kept, reply, Message("user", f"go on {turn}")]
 
 
@@ -184,7 +186,7 @@ async def play(seed, clock, folder):
 
 
 async def finished(run, session, wait_s):
-    """Finish, as often as the journal wants."""
+    """Finish the session, retrying while the journal fails."""
     while True:
         try:
             return await session.finish(SessionEnd(wait_s=wait_s))
@@ -201,7 +203,7 @@ def check(run, session, journal, engine):
     assert set(nodes) == {node.node_id for node in journal.stored_nodes}
     committed = [record for record in journal.records if record.state is ModelCallState.COMMITTED]
     assert {node.call_id for node in nodes.values()} == {record.call_id for record in committed}
-    # A digest is one turn of one agent: however often it was retried, it is there once.
+    # A digest is one turn of one agent: it is committed once, however often it was retried.
     assert max(Counter(record.digest for record in committed).values(), default=0) <= 1
     if not journal.odds:
         assert all(record.state is not ModelCallState.OPEN for record in journal.records)
@@ -242,7 +244,7 @@ def test_schedules(chunk, tmp_path):
         totals["turns"] += session.num_turns
         totals["complete"] += session.is_complete
         totals["two versions"] += any(len(node.reply.weight_versions) > 1 for node in session.graph.nodes)
-    # The schedules are worth nothing if they are all good, or all bad.
+    # The schedules must contain both successes and every kind of fault.
     assert min(totals[what] for what in ("left", "engine_lost", "service_unavailable", "two versions")) > 2
     assert totals["session_finished"] > 0
     assert 0.2 < totals["complete"] / (NUM_SCHEDULES / NUM_CHUNKS) < 1

@@ -1,4 +1,4 @@
-"""Prompts where the template and its arguments decide: refused bridges, thoughts, and forks with a reason."""
+"""Prompts that depend on the template and its arguments: refused bridges, reasoning, and forks with a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.records.model_folder import TEMPLATE, write_folder
 
 REASONING = "Seven sixes are forty-two."
 REPLY = f"<think>\n{REASONING}\n</think>\n\nIt is 42."
-# Thoughts stay wherever they are, but the last user's message is written differently from earlier ones.
+# Reasoning stays at every position, but the last user message is rendered differently from earlier ones.
 MARKS_THE_LAST = TEMPLATE.replace(
     "{{- '<|im_start|>user\\n' +", "{{- '<|im_start|>user' + (' now' if loop.last else '') + '\\n' +"
 )
@@ -38,7 +38,7 @@ class Talk:
 async def conversing(
     folder: Path, settings: RenderSettings, reply: str = REPLY, parser: str = "hermes"
 ) -> AsyncIterator[Talk]:
-    """A session whose policy always gives this reply."""
+    """Return a session whose policy always gives this reply."""
     renderer = TemplateRenderer.from_directory(folder, settings)
 
     def script(prompt: Sequence[int]) -> Sequence[int]:
@@ -52,7 +52,7 @@ async def conversing(
 
 
 async def converse(talk: Talk, *texts: str, **fields: object) -> list[str]:
-    """Ask, and echo replies without their thoughts, as clients do. Returns the prompts."""
+    """Run a conversation that echoes replies without their reasoning, like clients. Returns the prompts."""
     messages, prompts = list[Message](), list[str]()
     for number, text in enumerate(texts):
         messages.append(Message("user", text))
@@ -148,7 +148,7 @@ async def test_a_prompt_extends_turns_under_its_own_template_arguments(tmp_path:
         assert other.split.detail == "tools: template arguments removed"
 
 
-# --- ids that a client rewrote -----------------------------------------------------------------------------
+# Ids rewritten by a client
 
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 KIMI_CALL = "<|tool_call_begin|>functions.calculator:{0}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
@@ -176,7 +176,7 @@ async def test_an_answer_has_its_calls_id_whatever_a_client_wrote(tmp_path: Path
         echo = replace(
             turn, tool_calls=tuple(replace(c, id=f"client-{c.id}", written_id="") for c in turn.tool_calls)
         )
-        # The answers come in the other order; a change of the tools renders the conversation as a whole.
+        # The answers arrive in the other order; a change of the tools renders the complete conversation.
         answers = [Message("tool", f"is {c.id[-1]}", tool_call_id=c.id) for c in reversed(echo.tool_calls)]
         tools = (CALCULATOR, {"type": "function", "function": {"name": "other"}}) if is_whole else tools
         second = await talk.session.call(ask(asked, echo, *answers, tools=tools, max_tokens=600), key("2"))
@@ -185,5 +185,5 @@ async def test_an_answer_has_its_calls_id_whatever_a_client_wrote(tmp_path: Path
         assert "client" not in text
         for number in range(2):
             assert text.count(written_id.format(number)) == 2
-            # The id is next to the answer, before or after it.
+            # The id is directly before or after the answer.
             assert abs(text.rindex(written_id.format(number)) - text.index(f"is {number}")) < 30

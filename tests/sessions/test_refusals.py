@@ -1,4 +1,4 @@
-"""What a session refuses, bounds and gives up."""
+"""Requests that a session refuses, its limits, and calls that it abandons."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def test_what_cannot_be_constrained_is_refused(engine):
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_what_an_engine_cannot_constrain_names_the_field_that_came(engine, is_streamed):
-    """This engine cannot, whatever the session believes."""
+    """The engine cannot constrain, although the session accepts the request."""
     session = make_session(engine, can_constrain=True)
     constrained = SamplingParams(1, constraint=Constraint(ConstraintKind.JSON_OBJECT))
     formed = replace(ask("one", constraint_param="response_format"), sampling=constrained)
@@ -126,7 +126,7 @@ async def test_a_refused_call_leaves_no_trace(engine, chat, kind, param):
 
 async def test_an_engine_that_refuses_loses_nothing(engine):
     journal = MemoryJournal()
-    session = make_session(engine, journal, max_context_tokens=10**6)  # more than the engine has
+    session = make_session(engine, journal, max_context_tokens=10**6)  # more than the engine's limit
     for retry_count in range(2):
         with pytest.raises(ContextLengthExceeded):
             await session.call(ask("word " * 3000), key("a", retry_count))

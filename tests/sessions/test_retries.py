@@ -1,4 +1,4 @@
-"""Retries: which call they mean, who waits for it, and when it is given up."""
+"""Retries: the call that a retry matches, the clients that wait for it, and the time when it is dropped."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ CHAT = ask("one", max_tokens=40)
 
 @pytest.fixture
 async def engine():
-    """Some 40 ms a turn: slow enough to leave in the middle."""
+    """Return an engine with about 40 ms per turn, slow enough to disconnect in the middle."""
     async with started(scripted_engine(decode_s=0.001)) as running:
         yield RecordingEngine(running)
 
@@ -56,7 +56,7 @@ async def test_retries_join_the_call_in_flight(engine, joins):
 
 async def test_retries_join_before_the_prompt_is_made(engine):
     session = make_session(engine)
-    chat = ask("word " * 10_000, max_tokens=5)  # long: rendered in a thread
+    chat = ask("word " * 10_000, max_tokens=5)  # a long prompt is rendered in a thread
     roomy = make_session(engine, max_context_tokens=100_000)
     both = (roomy.call(chat, key("a")), roomy.call(chat, key("a", 1)))
     errors = await asyncio.gather(*both, return_exceptions=True)
@@ -75,7 +75,8 @@ async def test_a_stream_and_its_retries_say_the_same(engine):
     whole = asyncio.create_task(session.call(CHAT, key("a", 1)))
     *rest, result = [item async for item in first]
     pieces, again = await retried
-    assert list(joined(pieces)) == list(joined([*begun, *rest]))  # what waits for a reader comes as one piece
+    # pieces that wait for a reader arrive as one piece
+    assert list(joined(pieces)) == list(joined([*begun, *rest]))
     assert len(pieces) > 2
     assert result == again == await whole
     check_pieces(pieces, result)
@@ -123,7 +124,7 @@ async def test_a_retry_heals(engine):
     first.cancel()
     await asyncio.sleep(0)
     assert session.num_open_calls == 1
-    result = await session.call(CHAT, key("a", 1))  # it comes before the cancelled call has ended
+    result = await session.call(CHAT, key("a", 1))  # it arrives before the cancelled call has ended
     assert [node.node_id for node in session.graph.nodes] == [result.choices[0].node_id]
     await until(lambda: not session.num_open_calls)
     assert journal.states == [ModelCallState.FAILED, ModelCallState.COMMITTED]
@@ -136,7 +137,7 @@ async def test_a_retry_heals(engine):
     await session.call(CHAT, key("b", 2))
     assert session.is_complete
     assert journal.restored(session, engine).is_complete
-    assert session.trajectory().num_resampled_turns == 3  # of each of which the client saw nothing
+    assert session.trajectory().num_resampled_turns == 3  # the client received none of their answers
 
 
 async def test_an_earlier_success_heals_nothing(engine):
@@ -146,7 +147,7 @@ async def test_an_earlier_success_heals_nothing(engine):
     with pytest.raises(EngineLost):
         await session.call(CHAT, key("a"))
     assert not session.is_complete
-    await session.call(CHAT, key("a", 1))  # runs again: it is the failed one that is meant
+    await session.call(CHAT, key("a", 1))  # runs again: the retry matches the failed call
     assert len(session.graph.nodes) == 2
     assert session.is_complete
 
@@ -210,7 +211,7 @@ async def test_a_joined_call_fails_for_all(engine):
 
 
 class HeldEngine:
-    """Gives its answers when told to."""
+    """An engine that holds its answers until they are released."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -224,7 +225,7 @@ class HeldEngine:
 
 
 async def test_the_last_leaves_as_the_reply_comes(engine):
-    """The retry that follows is the one that counts: the first reply must not be kept beside its own."""
+    """The following retry counts: the first reply must not be stored in addition to its reply."""
     journal, held = MemoryJournal(), HeldEngine(engine.engine)
     session = make_session(held, journal)
     first = asyncio.create_task(session.call(CHAT, key("a")))
@@ -241,21 +242,21 @@ async def test_the_last_leaves_as_the_reply_comes(engine):
 
 
 def counted_key(retry_count, *, num_refused=0):
-    """A call as an SDK sends it, without an `Idempotency-Key`."""
+    """Return the key of a call from an SDK, without an `Idempotency-Key`."""
     return CallKey(b"equal", retry_count, is_unique=False, num_refused=num_refused)
 
 
 @pytest.mark.parametrize(
     ("first_counts", "num_refused", "retry_counts", "num_turns"),
     [
-        ([0], 0, [1, 2, 5], 1),  # one client that counts its retries up
-        ([0], 0, [1, 1], 2),  # the second retry with one count is another client's
+        ([0], 0, [1, 2, 5], 1),  # one client that increments its retry count
+        ([0], 0, [1, 1], 2),  # the second retry with the same count is from another client
         ([0], 0, [2, 1], 2),
         ([0], 1, [1], 2),  # it may be the retry of the refused call
         ([0, 0], 0, [1, 1], 4),
-        ([], 0, [1, 1, 1], 3),  # the first tries never arrived
+        ([], 0, [1, 1, 1], 3),  # the first attempts never arrived
         ([], 1, [1, 2, 3], 1),  # the refused client's own retries
-        ([], 2, [1, 2, 2], 3),  # after the first, the other refused client has still to retry
+        ([], 2, [1, 2, 2], 3),  # after the first retry, the other refused client still has to retry
     ],
 )
 async def test_an_sdks_retry_never_takes_another_clients_answer(
@@ -279,7 +280,7 @@ async def test_equal_calls_that_all_failed_once_are_as_many_samples(engine):
 
 
 async def test_a_failed_calls_client_may_repeat_its_retry(engine):
-    """Its first call fails; the answer of its second is lost on the way, which the service cannot see."""
+    """Its first call fails; the answer of its second call is lost on the network, unnoticed by the service."""
     engine.engine.faults.num_lost = 1
     session = make_session(engine)
     with pytest.raises(EngineLost):
@@ -291,7 +292,7 @@ async def test_a_failed_calls_client_may_repeat_its_retry(engine):
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_an_answer_without_a_client_goes_to_one_retry(engine, is_streamed):
-    """Of two equal calls, one loses its client while its answer is written down."""
+    """Two calls are equal; one loses its client while its answer is being written."""
     journal = MemoryJournal()
     session = make_session(engine, journal)
     await session.call(CHAT, counted_key(0))

@@ -1,4 +1,4 @@
-"""What a session makes of calls: turns, branches, choices, versions."""
+"""The turns, branches, choices and versions that a session records."""
 
 import asyncio
 from dataclasses import replace
@@ -48,7 +48,7 @@ async def engine():
 
 
 async def converse(session, *texts, name="turn", before=()):
-    """One conversation of these user messages behind those `before`, the replies echoed; its messages."""
+    """Converse with these user messages after those in `before`, echoing replies. Returns the conversation."""
     messages = [*before]
     for number, text in enumerate(texts):
         messages.append(Message("user", text))
@@ -317,7 +317,7 @@ async def test_a_rollback_goes_on_from_the_turn_before(engine):
 
 
 async def test_a_trailing_reply_is_rendered_whole(engine):
-    """No bridge begins with an assistant's message: the prompt extends the path only if its ids say so."""
+    """No bridge starts with an assistant message: the prompt extends the path only if its ids do."""
     session = make_session(engine)
     messages = await converse(session, "one")
     result = await session.call(ask(*messages), key("x"))
@@ -346,7 +346,7 @@ async def test_tool_calls_are_read_and_numbered_within_the_history():
         assert first.tool_calls[0].id != second.tool_calls[0].id
         assert session.trajectory().num_tool_calls == 2
         assert len(session.trajectory().paths) == 1
-        elsewhere = await make_session(engine).call(chat, key("b"))  # as a one-off session sees the same history
+        elsewhere = await make_session(engine).call(chat, key("b"))  # as a one-off session renders the same history
         assert elsewhere.choices[0].reply.message.tool_calls[0].id != first.tool_calls[0].id
 
 

@@ -1,4 +1,4 @@
-"""Conversations that show images: what is sampled from, recorded, matched, kept and refused."""
+"""Conversations with images: prompts, records, matching, stored images and refusals."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ async def test_images_stand_as_their_tokens_in_every_prompt_and_record(engine, r
     said = one.choices[0].reply.message
     second = looks("And ", RED, "?")
     two = await session.call(ask(first, said, second, images=(RED, BLUE)), key("two"))
-    assert engine.asked == [RED.sha256, BLUE.sha256]  # each once
+    assert engine.asked == [RED.sha256, BLUE.sha256]  # each one once
     assert two.choices[0].parent_id == one.choices[0].node_id
 
     red, blue = await engine.image_tokens([RED, BLUE])
@@ -61,19 +61,19 @@ async def test_images_stand_as_their_tokens_in_every_prompt_and_record(engine, r
     assert [span.sha256 for span in path.images] == [RED.sha256, BLUE.sha256, RED.sha256]
     assert [ids[span.start : span.end] for span in path.images] == [red.token_ids, blue.token_ids, red.token_ids]
     assert not any(path.response_mask[span.start - len(path.prompt_ids) :][:1].any() for span in path.images[2:])
-    # Without the images it is what the template writes.
+    # Without the images, the prompt equals the template's output.
     bare = list(path.prompt_ids)
     for span in reversed(path.images[:2]):
         bare[span.start : span.end] = [red.placeholder]
     assert bare == renderer.render([first], [])
-    # The engine was asked with the very ids of the record, and with every image.
+    # The engine received exactly the ids of the record, and every image.
     for turn, request in zip(path.turns, engine.requests, strict=True):
         assert request.token_ids == ids[: turn.prompt_len]
         assert request.images == tuple(span for span in path.images if span.end <= turn.prompt_len)
         assert request.image_data == (RED, BLUE)
     assert {Path(file).name for file in (tmp_path / "images").iterdir()} == {RED.sha256, BLUE.sha256}
 
-    # Another process goes on from the journal.
+    # Another process continues from the journal.
     restored = journal.restored(session, engine, **seeing(renderer))
     said_again = two.choices[0].reply.message
     chat = ask(first, said, second, said_again, looks("Now?"), images=(RED, BLUE))
@@ -90,7 +90,7 @@ async def test_another_image_is_another_history(engine, renderer):
     assert two.choices[0].split.reason is SplitReason.HISTORY_EDIT
     assert two.choices[0].parent_id is None
     assert RED.sha256[:8] in two.choices[0].split.detail
-    # Spaces around the text are no change, nor do they move the image.
+    # Spaces around the text are not a change, and they do not move the image.
     three = await session.call(ask(looks("  Look: ", RED), said, Message("user", "?"), images=(RED,)), key("three"))
     assert three.choices[0].parent_id == one.choices[0].node_id
     moved = await session.call(ask(looks(RED, "Look: "), said, Message("user", "?"), images=(RED,)), key("four"))

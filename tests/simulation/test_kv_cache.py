@@ -1,4 +1,4 @@
-"""The KV cache against a brute-force model that knows blocks by all the ids before their end."""
+"""The KV cache, compared with a brute-force model that identifies blocks by all ids before their end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentloop.simulation.kv_cache import KVCache, KVSequence
 BLOCK = 2
 NUM_BLOCKS = 6
 
-Prefix = tuple[int, tuple[int, ...]]  # kv version, and every id up to a block's end
+Prefix = tuple[int, tuple[int, ...]]  # KV version, and every id up to a block's end
 
 
 def summed(state: int, token_ids: Sequence[int]) -> int:
@@ -23,9 +23,9 @@ def summed(state: int, token_ids: Sequence[int]) -> int:
 
 @dataclass
 class Model:
-    """The same cache in the most obvious way."""
+    """A direct implementation of the same cache."""
 
-    held: list[list[Prefix | None]] = field(default_factory=list)  # blocks of each holder; None: a partial one
+    held: list[list[Prefix | None]] = field(default_factory=list)  # blocks of each holder; None is a partial block
     idle: list[Prefix] = field(default_factory=list)  # least recently used first
 
     @property
@@ -83,7 +83,7 @@ class Model:
         return True
 
     def release(self, holder: list[Prefix | None]) -> None:
-        self.held = [blocks for blocks in self.held if blocks is not holder]  # two may hold equal blocks
+        self.held = [blocks for blocks in self.held if blocks is not holder]  # two holders may have equal blocks
         still_held = {block for blocks in self.held for block in blocks}
         self.idle += [block for block in reversed(holder) if block is not None and block not in still_held]
 

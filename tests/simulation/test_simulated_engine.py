@@ -1,4 +1,4 @@
-"""The simulated engine beyond the contract: time, preemption, what KV tokens come from, faults."""
+"""The simulated engine beyond the contract: time, preemption, the KV behind each token, faults."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ask(token_ids: Sequence[int], max_tokens: int, **sampling: object) -> Genera
     return GenerateRequest(f"r{next(_numbers)}", tuple(token_ids), params)
 
 
-# --- time -------------------------------------------------------------------------------------------------
+# Time
 
 
 def test_an_hour_of_decoding_is_instant() -> None:
@@ -91,7 +91,7 @@ def test_a_step_takes_what_the_latency_model_says() -> None:
         return first_s, clock.now() - first_s, again.cached_tokens
 
     first_s, again_s, cached_tokens = clock.run(main())
-    # The prompt's 8 tokens give the first token; two decode steps follow, over 8 and 9 tokens of KV.
+    # The prompt's 8 tokens give the first token; two decode steps follow, with 8 and 9 tokens of KV.
     assert first_s == pytest.approx((1.0 + 0.5 * 8) + (10 + 2 + 0.25 * 8) + (10 + 2 + 0.25 * 9))
     assert cached_tokens == 4
     assert again_s == pytest.approx(1.0 + 0.5 * 4)
@@ -146,7 +146,7 @@ async def test_zero_latency_lets_other_tasks_run() -> None:
     assert len(gaps_s) >= 50_000 / 256
 
 
-# --- tokens come from the KV they should --------------------------------------------------------------------
+# Tokens depend on their KV
 
 
 small_requests = st.lists(
@@ -160,7 +160,7 @@ small_requests = st.lists(
 def test_batching_reuse_and_preemption_change_no_token(
     asked: list[tuple[list[int], int]], has_latency: bool
 ) -> None:
-    """Six requests at a time in eight blocks: they share prefixes, evict and preempt one another."""
+    """Six requests at a time in eight blocks: they share prefixes, and evict and preempt each other."""
     clock = VirtualClock()
     latency = STEP_S if has_latency else LatencyModel()
     engine = SimulatedEngine(replace(TINY, latency=latency), clock=clock)
@@ -194,7 +194,7 @@ def test_preemption_happens_and_is_counted() -> None:
 
 @pytest.mark.parametrize("kv_policy", list(KVPolicy))
 def test_after_an_update_tokens_come_from_the_kv_the_policy_names(kv_policy: KVPolicy, tmp_path: Path) -> None:
-    """The model is the policy's own arithmetic: which version read which ids."""
+    """The expected tokens follow from the policy's arithmetic: the version that read each id."""
     clock = VirtualClock()
     engine = SimulatedEngine(SimulatedSpec(latency=STEP_S), clock=clock)
     directory = write_checkpoint(tmp_path / "weights")
@@ -221,7 +221,7 @@ def test_after_an_update_tokens_come_from_the_kv_the_policy_names(kv_policy: KVP
     if kv_policy is KVPolicy.RECOMPUTE:
         state = stream.advance(0, ids, 1)
         assert engine.load().num_preemptions == 1
-    else:  # all but the last id were read under the old weights
+    else:  # all ids except the last were read under the old weights
         state = stream.advance(stream.advance(0, ids[:-1], 0), ids[-1:], 1)
         assert engine.load().num_preemptions == 0
     for token_id in generation.token_ids[swap:]:
@@ -251,7 +251,7 @@ def test_hash_policy_cuts_its_distribution(sampling: dict[str, float], num_ids: 
     assert sum(math.exp(logprob) for logprob in {p for _, p in drawn}) == pytest.approx(1)
 
 
-# --- scripts and ends ---------------------------------------------------------------------------------------
+# Scripts and stop conditions
 
 
 async def test_a_script_answers_prompts() -> None:
@@ -268,7 +268,7 @@ async def test_a_script_answers_prompts() -> None:
     assert (first.token_ids, first.finish_reason) == ((7, 8, 9, 2), FinishReason.STOP)
     assert (second.token_ids, second.finish_reason) == ((5, 5, 5), FinishReason.LENGTH)
     assert inside.token_ids == (7, 8)
-    assert late.token_ids == (7, 8, 9, 8, 8)  # `min_tokens` come before the stop token
+    assert late.token_ids == (7, 8, 9, 8, 8)  # `min_tokens` are sampled before the stop token
 
 
 async def test_a_script_is_trusted_with_a_constraint_where_the_spec_says_so() -> None:
@@ -341,7 +341,7 @@ async def test_a_failing_step_is_heard_by_every_caller() -> None:
     await engine.close()
 
 
-# --- states -------------------------------------------------------------------------------------------------
+# States
 
 
 async def test_dummy_weights_take_no_traffic_before_a_commit(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ async def test_a_killed_engine_fails_generate_and_stream() -> None:
         await call
     with pytest.raises(EngineLost):
         _ = [piece async for piece in stream]
-    await engine.sleep(1)  # its memory is free
+    await engine.sleep(1)  # its memory is released
     with pytest.raises(EngineLost):
         await engine.wake()
     await engine.close()
@@ -498,7 +498,7 @@ def test_a_cancelled_commit_leaves_unknown_weights(tmp_path: Path) -> None:
     clock.run(main())
 
 
-# --- pushed weights and sleep -------------------------------------------------------------------------------
+# Pushed weights and sleep
 
 
 async def test_without_a_wire_a_push_is_refused() -> None:
@@ -513,7 +513,7 @@ async def test_without_a_wire_a_push_is_refused() -> None:
 
 @pytest.mark.parametrize("is_one_phase", [False, True])
 def test_pushed_weights_take_their_time(is_one_phase: bool) -> None:
-    """In two phases decoding goes on while they arrive, in one it stands still."""
+    """With staging, decoding continues during the transfer; in a blocking update it pauses."""
     clock = VirtualClock()
     wire = Wire(clock)
     spec = SimulatedSpec(latency=STEP_S)
@@ -619,7 +619,7 @@ async def test_a_spec_without_sleep() -> None:
     await engine.close()
 
 
-# --- faults -------------------------------------------------------------------------------------------------
+# Faults
 
 
 async def test_faults_happen_once_each(tmp_path: Path) -> None:
@@ -690,7 +690,7 @@ async def test_a_cache_smaller_than_a_context_is_refused() -> None:
         SimulatedEngine(SimulatedSpec(max_context_tokens=100, block_size=4, num_blocks=24))
 
 
-# --- logprobs of both kinds -----------------------------------------------------------------------------------
+# Logprobs of both kinds
 
 
 @pytest.mark.parametrize("policy", [None, ScriptedPolicy(lambda prompt: (7, 8))])
@@ -723,7 +723,7 @@ def test_hash_policy_gives_the_plain_softmax_whatever_is_asked_for() -> None:
 
 
 async def test_streams_have_fewer_pieces_the_more_there_are_and_their_last_at_once() -> None:
-    """64 streams of 40 tokens, a step of 2 ms: a piece every 26 ms, where one stream has 40 of them."""
+    """64 streams of 40 tokens at 2 ms per step: a piece every 26 ms; a single stream has 40 pieces."""
     engine = SimulatedEngine(SimulatedSpec(latency=LatencyModel(decode_s=0.002)))
     await engine.start()
 

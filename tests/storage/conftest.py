@@ -1,4 +1,4 @@
-"""The homes of a store: what is promised of one is promised of the other."""
+"""The storage backends of a store: all of them pass the same tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Annotations: what fits a record, which one is shown, and what goes with the record."""
+"""Annotations: validation against the record, the displayed version, and deletion with the record."""
 
 from __future__ import annotations
 

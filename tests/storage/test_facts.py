@@ -1,4 +1,4 @@
-"""The facts of records: what is listed, in which order, and what older stores lack."""
+"""The facts of records: listed fields, order, and fields that are missing in older stores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def record(index: int, *, seconds: float = 1.0, task: str = "", **fields: object
 
 
 async def listed(store: TrajectoryStore, **query: object) -> list[int]:
-    """The samples of all pages of a listing."""
+    """Return the samples of all pages of a listing."""
     found, cursor = list[int](), ""
     while True:
         page = await store.list_records(FactsQuery(**{"limit": 2, "cursor": cursor, **query}))
@@ -150,7 +150,7 @@ async def test_ranges_and_the_histograms_whose_buckets_they_are(
     for query in (FactsQuery(limit=2, cursor="[3,3]"), FactsQuery(limit=2, has_totals=False)):
         page = await store.list_records(query)
         assert (len(page.records), page.totals, page.histograms) == (2, (), {})
-    monkeypatch.setattr(facts, "_MAX_SEARCHED", 2)  # of the indexed ones
+    monkeypatch.setattr(facts, "_MAX_SEARCHED", 2)  # the limit for indexed records
     page = await store.list_records(FactsQuery(limit=1))
     is_rolled_up = facts.MAX_FRESH != 4096
     assert (sum(page.histograms["total_s"].counts), page.is_of_latest) == (2 if is_rolled_up else 8, is_rolled_up)

@@ -1,4 +1,4 @@
-"""A full disk: what is refused, what is kept, what is logged, and how it goes on."""
+"""A full disk: refusals, stored data, logs, and recovery."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_what_finds_no_room_is_refused_and_later_written(tmp_path: Path, s
         failed = [number for number, outcome in enumerate(outcomes, 1) if isinstance(outcome, StorageFull)]
         assert len(failed) > 30
         assert {outcome for outcome in outcomes if not isinstance(outcome, StorageFull)} <= {1}
-        assert await writer.run(count) == 50 - len(failed)  # reading goes on
+        assert await writer.run(count) == 50 - len(failed)  # reading continues
         await writer.run(lambda db: db.execute(f"PRAGMA {opened}").fetchone())
         assert await asyncio.gather(*(writer.run(add(number)) for number in failed)) == [1] * len(failed)
     assert [entry["event"] for entry in logs] == ["storage_full", "storage_has_room_again"]
@@ -74,7 +74,7 @@ def test_below_the_watermark_nothing_new_is_accepted(tmp_path: Path) -> None:
     with capture_logs() as logs:
         room.check()
         free[0] = 4 << 20
-        room.check()  # it looks once a second
+        room.check()  # it checks once a second
         for now[0] in (1.0, 1.5, 2.0):
             with pytest.raises(StorageFull, match="4 MiB are free"):
                 room.check()
@@ -198,9 +198,9 @@ async def test_an_owner_starts_on_a_full_disk_and_takes_orders(small_disk: Path)
         await asyncio.gather(first.add_records(encoded([make_trajectory("h", n)])), return_exceptions=True)
         for n in range(600)
     ]
-    assert any(isinstance(outcome, StorageFull) for (outcome,) in outcomes)  # to the end of the last block
+    assert any(isinstance(outcome, StorageFull) for (outcome,) in outcomes)  # fill it to the last block
     owners = [first]
-    for owner in range(1, 4):  # the one before has closed nothing, as if it were killed
+    for owner in range(1, 4):  # the previous store is not closed, as if it was killed
         store = TrajectoryStore(path)
         owners.append(store)
         assert await store.take_over() == epoch + owner

@@ -1,4 +1,4 @@
-"""Retention: what goes, what stays, and what is said of what went."""
+"""Retention: deleted records, remaining records, and the report of the deletion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def store(home: StoreHome) -> AsyncIterator[TrajectoryStore]:
 async def fill(
     store: TrajectoryStore, rollout_id: str, num_samples: int, num_finished: int | None = None
 ) -> list[int]:
-    """Accept a group and finish some of it; returns the cursors."""
+    """Accept a group and finish some of it. Returns the cursors."""
     await store.accept(rollout_id, [make_group("g", num_samples)])
     finished = range(num_samples if num_finished is None else num_finished)
     await store.add_records(encoded([make_trajectory("g", index, rollout_id=rollout_id) for index in finished]))
@@ -35,7 +35,7 @@ async def fill(
 
 
 def read_acknowledged(home: StoreHome) -> frozenset[tuple[str, str, int]] | None:
-    """The records that a trainer has, as another process reads them."""
+    """Return the records that a trainer has, read by another process."""
     reader = TrajectoryReader(home.where)
     try:
         return reader.acknowledged()
@@ -62,7 +62,7 @@ async def test_by_default_nothing_is_deleted(store: TrajectoryStore, home: Store
 async def test_what_is_acknowledged_goes_and_the_counts_stay(store: TrajectoryStore, home: StoreHome) -> None:
     cursors = await fill(store, "r", 200, 150)
     await store.acknowledge("r", cursors[99])
-    await store.acknowledge("r", cursors[9])  # late: it changes nothing
+    await store.acknowledge("r", cursors[9])  # late, so without effect
     unfinished = Unfinished({"r"})
     assert await trim(store, ACKNOWLEDGED, live=unfinished) == 2
     assert MAX_EMPTIED < 100
@@ -70,10 +70,10 @@ async def test_what_is_acknowledged_goes_and_the_counts_stay(store: TrajectorySt
     assert read_acknowledged(home) == {("r", "g", index) for index in range(100)}
     assert await store.counts("r") == (200, 150)
     [(_, missing)] = await store.unfinished()
-    assert missing == tuple(range(150, 200))  # none of the deleted ones is rolled out again
+    assert missing == tuple(range(150, 200))  # none of the deleted samples is rolled out again
     assert await store.add_records(encoded([make_trajectory("g", 0, rollout_id="r")])) == 0
     reader = TrajectoryReader(home.where)
-    assert len(list(reader.trajectories("r"))) == 50  # export has what is left
+    assert len(list(reader.trajectories("r"))) == 50  # the export contains the rest
     reader.close()
 
 
@@ -138,7 +138,7 @@ async def test_beyond_its_bytes_the_oldest_go_and_the_file_shrinks(store: Trajec
         await store.counts("r0")
     assert (await store.counts("r7"))[1] == 500
     assert len(await store.read("r7", 0, 1000)) > 400
-    await store.close()  # the write-ahead log is copied
+    await store.close()  # the write-ahead log is checkpointed
     assert not home.is_file or home.where.stat().st_size < 2 * size / 3
 
 

@@ -1,4 +1,4 @@
-"""The writer that both stores use: what shares a transaction, what fails with whom, and how it ends."""
+"""The writer that both stores use: shared transactions, isolation of failures, and shutdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = Schema("test store", 3, "CREATE TABLE IF NOT EXISTS numbers (n INTEGER 
 
 
 class Counting(ThreadPoolExecutor):
-    """One thread that counts what it is given, and does nothing while `gate` is closed."""
+    """A thread that counts its work items and does nothing while `gate` is closed."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)
@@ -101,7 +101,7 @@ async def test_nothing_is_answered_before_it_is_committed(
     reader = open_database(path, SCHEMA, is_read_only=True)
     assert 1 in all_numbers(reader)
     reader.close()
-    assert await writer.run(all_numbers) == [1, 2]  # what is on its way to the disk gets there
+    assert await writer.run(all_numbers) == [1, 2]  # pending writes reach the disk
     assert committed == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""Turn journals in the store: what a worker on another host goes on from, and what a lost worker cannot spoil."""
+"""Turn journals in the store: the entries that a worker on another host resumes from, safe from a lost worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def store(home: StoreHome) -> AsyncIterator[TrajectoryStore]:
 
 
 class Port:
-    """The coordinator's calls, as a worker sees them whose answers may be lost."""
+    """The coordinator's calls for a worker whose answers may be lost."""
 
     def __init__(self, store: TrajectoryStore) -> None:
         self._store = store
@@ -125,7 +125,7 @@ async def test_many_large_parts_go_in_several_calls(store: TrajectoryStore) -> N
 async def begun_twice(
     lost: TurnJournal, other: TurnJournal, entries: Sequence[FinishedTurn]
 ) -> tuple[RunJournal, RunJournal]:
-    """The runs of one sample by a worker that was given up for lost, and by the next one, each with an entry."""
+    """Return the runs of one sample by a lost worker and by its successor, each with an entry."""
     late = await begun(lost)
     late.append(entries[0])
     await lost.flush()
@@ -145,7 +145,7 @@ async def test_a_sample_with_a_record_has_no_journal_and_gets_none(store: Trajec
         late.append(entries[1])
         await lost.flush()
         assert late.is_over
-        again = await begun(lost)  # it hears only now that the sample is no more its own
+        again = await begun(lost)  # only now it learns that the sample belongs to another worker
         again.append(entries[0])
         await lost.flush()
         assert again.is_over

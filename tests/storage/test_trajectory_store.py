@@ -36,7 +36,7 @@ async def store(home: StoreHome):
 
 
 async def read(store: TrajectoryStore, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
-    """What the store has, decoded."""
+    """Return the store's records, decoded."""
     return [(seq, codec.decode(record, Trajectory)) for seq, record in await store.read(rollout_id, after, limit)]
 
 
@@ -97,12 +97,12 @@ async def test_images_of_accepted_tasks_are_files_or_in_the_database(
     if not isinstance(home.where, str | Path):
         assert not (home.folder / IMAGES_FOLDER).exists()
         reader.write_images(home.folder / IMAGES_FOLDER)
-    reader.write_images(home.folder / IMAGES_FOLDER)  # those that are there stay
+    reader.write_images(home.folder / IMAGES_FOLDER)  # existing files stay
     reader.close()
     (file,) = (home.folder / IMAGES_FOLDER).iterdir()
     assert (file.name, file.read_bytes()) == (red.sha256, red.data)
     [(known, _)] = await store.unfinished()
-    assert known.task.images == (red,)  # what is still to be rolled out needs them
+    assert known.task.images == (red,)  # samples that are not rolled out yet need them
 
 
 async def test_an_unknown_rollout_is_not_found(store: TrajectoryStore) -> None:
@@ -198,7 +198,7 @@ def test_everything_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     acknowledged = [int(writer.stdout.readline()) for _ in range(40)]
-    writer.send_signal(signal.SIGKILL)  # while it goes on committing
+    writer.send_signal(signal.SIGKILL)  # while it commits
     acknowledged += [int(line) for line in writer.stdout.read().splitlines()]
     writer.stdout.close()
     assert writer.wait(timeout=30) == -signal.SIGKILL
@@ -221,10 +221,10 @@ async def test_a_recorded_session_is_read_and_counted_like_any_other(
     assert not await store.holds_sessions("sessions")
     assert await store.record(EncodedRecord.of(first))
     assert await store.record(EncodedRecord.of(second))
-    assert not await store.record(EncodedRecord.of(first))  # its answer was lost
+    assert not await store.record(EncodedRecord.of(first))  # the answer was lost
     assert not await store.record(
         EncodedRecord.of(dataclasses.replace(first, staleness=3))
-    )  # the fleet has moved on meanwhile
+    )  # the fleet has advanced in the meantime
     assert await store.holds_sessions("sessions")
     assert await store.counts("sessions") == (2, 2)
     assert await store.unfinished() == []
@@ -257,7 +257,7 @@ async def test_sessions_and_submitted_work_do_not_mix(store: TrajectoryStore) ->
 
 
 class CountingThread(ThreadPoolExecutor):
-    """One thread that counts what it is given."""
+    """A thread that counts its work items."""
 
     num_calls = 0
 
@@ -267,7 +267,7 @@ class CountingThread(ThreadPoolExecutor):
 
 
 async def test_the_counts_of_a_done_rollout_are_looked_up_once(home: StoreHome) -> None:
-    thread = CountingThread(1)  # of the reads
+    thread = CountingThread(1)  # for the reads
     threads = {"trajectories": CountingThread(1), "trajectory-reads": thread}
     store = TrajectoryStore(home.where, threads.pop)
     await store.accept("r", [make_group("g", 2)])
@@ -287,7 +287,7 @@ async def test_reads_and_the_look_at_the_owner_wait_for_no_commit(home: StoreHom
     try:
         await store.accept("r", [make_group("g", 2)])
         await store.add_records(encoded([make_trajectory("g", 0)]))
-        disk.submit(may_go_on.wait)  # a disk that takes its time
+        disk.submit(may_go_on.wait)  # a slow disk
         committing = asyncio.create_task(store.add_records(encoded([make_trajectory("g", 1)])))
         async with asyncio.timeout(60.0):
             await store.check_owner()
@@ -308,12 +308,12 @@ async def test_a_commit_waits_for_the_disk_and_survives_the_machine(tmp_path: Pa
     connections = [one for one in gc.get_objects() if isinstance(one, sqlite3.Connection)]
     levels = []
     for one in connections:
-        with suppress(sqlite3.ProgrammingError):  # another test's, closed
+        with suppress(sqlite3.ProgrammingError):  # closed by another test
             (_, _, file), *_ = one.execute("PRAGMA database_list").fetchall()
             levels += (
                 [one.execute("PRAGMA synchronous").fetchone()[0]] if file == str(tmp_path / "t.sqlite") else []
             )
-    assert levels == [2, 2]  # FULL: an fsync with each commit
+    assert levels == [2, 2]  # FULL: an fsync per commit
     await store.close()
 
 

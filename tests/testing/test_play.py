@@ -1,4 +1,4 @@
-"""`play`: one episode in one process, by a script, by an outside model, or by what a run has recorded."""
+"""`play`: one episode in one process, by a script, an external model, or a run's recorded messages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_an_outside_model_gives_the_same_record_without_ids(tmp_path: Path
 
 
 class Sums(Environment):
-    """It has no tool of its own; its user asks twice."""
+    """An environment without tools. Its user asks twice."""
 
     def open(self, task: RolloutTask) -> None:
         self.num_asked = 0

@@ -1,4 +1,4 @@
-"""`validate`: an environment without a fault has none, and each of the faults that people make is found."""
+"""`validate`: a correct environment has no faults, and each common fault is found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentloop.types import Message, RolloutTask
 
 
 class Safe(Environment):
-    """Its task: to learn a safe's code from a note, and to open the safe with it."""
+    """Task: learn a safe's code from a note, and open the safe with it."""
 
     @classmethod
     def tasks(cls) -> Iterator[RolloutTask]:
@@ -132,7 +132,7 @@ class HasNoDocs(Safe):
 
 class RestoresAnother(Safe):
     async def restore(self, state: bytes) -> None:
-        """Forget that there was one."""
+        """Restore nothing, as if there had been no state."""
 
 
 class NamesOneTwice(Safe):

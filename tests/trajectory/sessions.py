@@ -1,4 +1,4 @@
-"""A session played by hand: an agent's requests against a graph, with sampled ids that tell turns apart."""
+"""A manually driven session: an agent's requests against a graph, with sampled ids that identify turns."""
 
 from collections.abc import Sequence
 
@@ -48,12 +48,12 @@ def reply_of(message: Message, ids: Sequence[int], *, stop_text: str = "", spans
 
 
 def messages_of(graph: TurnGraph, node_id: str) -> tuple[Message, ...]:
-    """The conversation from the root to the node's reply."""
+    """Return the conversation from the root to the node's reply."""
     return tuple(message for node in graph.path_of(node_id) for message in (*node.observed, node.reply.message))
 
 
 class Played:
-    """One session. Every turn gets new ids; `ask` matches, and `turn` commits what was matched with a reply."""
+    """One session. Every turn gets new ids: `ask` matches, and `turn` commits the match with a reply."""
 
     def __init__(self) -> None:
         self.graph = TurnGraph()
@@ -70,7 +70,7 @@ class Played:
         return self.commit(self.ask(*messages, tools=tools), reply, tools=tools, **given)
 
     def commit(self, match: Match, reply: Message, *, tools=(), ids=None, observed_ids=None, **fields) -> Node:
-        """`fields` are the reply's (`reply_of`)."""
+        """Commit a reply; `fields` are its fields (see `reply_of`)."""
         num = len(self.graph.nodes)
         node = Node(
             node_id=f"n{num}",

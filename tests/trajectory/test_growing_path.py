@@ -1,4 +1,4 @@
-"""GrowingPath: alignment, forks, turns that an abort cut, and the messages of each path."""
+"""GrowingPath: alignment, forks, turns cut by an abort, and the messages of each path."""
 
 from itertools import pairwise
 
@@ -141,7 +141,7 @@ def test_masking_by_version_changes_the_mask_alone(verb, version, mask):
     growing.add_turn(make_reply(generation([13], spans=[(2, 0, 1)])))
     (before,) = growing.paths()
     getattr(growing, verb)(version)
-    getattr(growing, verb)(version)  # again: nothing is counted twice
+    getattr(growing, verb)(version)  # repeated: nothing is counted twice
     (path,) = growing.paths()
     assert path.response_mask.tolist() == mask
     assert path.num_masked_tokens == 4 - sum(mask)
@@ -205,7 +205,7 @@ def test_what_nothing_was_sampled_after_is_observed():
     assert len(path.turns) == 1
 
 
-PIECE = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=3)  # versions, and how many ids
+PIECE = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=3)  # versions and their numbers of ids
 TURN = st.tuples(
     st.sampled_from(["observe", "extend", "fork"]), st.integers(0, 4), st.lists(PIECE, min_size=1, max_size=3)
 )
@@ -259,7 +259,7 @@ def test_everything_aligns_however_a_rollout_goes(turns):
             growing.extend_to([1000 + number, *prompt[1:]] if how == "fork" else prompt)
         growing.add_turn(make_reply(*pieces_of(runs, number)))
         nodes.append(growing.last_turn)
-        # What is made anew of the turns so far goes on as this one does: the rest of the turns checks it.
+        # A path restored from the turns so far continues like this one: the remaining turns check it.
         same = GrowingPath.restored(nodes)
         assert encode(same.paths()) == encode(growing.paths())
         assert same.versions == growing.versions

@@ -1,4 +1,4 @@
-"""What clients may change in an echoed message, and what they may not."""
+"""Changes that clients may make in an echoed message, and changes that start a branch."""
 
 from hashlib import blake2b
 
@@ -17,7 +17,7 @@ def unread(text: str, partial: str | None = None) -> ToolCall:
 
 
 def cut(partial: str) -> ToolCall:
-    """A call that the turn's end cut behind its name."""
+    """Return a call that the turn's end cut after its name."""
     return unread(f'<tool_call>{{"name": "add", "arguments": {partial}', partial=partial)
 
 
@@ -119,7 +119,7 @@ def test_keys_are_the_same_in_every_process():
     )
 )
 def test_a_value_is_written_the_same_beside_a_float(value: JSON):
-    """A float anywhere takes the long way, which looks at every value."""
+    """A float anywhere uses the slow path, which checks every value."""
     assert canonical_json([value, 0.5]) == f"[{canonical_json(value)},0.5]"
 
 

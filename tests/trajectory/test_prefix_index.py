@@ -1,4 +1,4 @@
-"""Matching by ids, template splits, memory: what raw completions and unstable templates ask of the graph."""
+"""Matching by ids, template splits and memory use, for raw completions and unstable templates."""
 
 import gc
 import time
@@ -14,7 +14,7 @@ from tests.trajectory.sessions import Played, assistant, reply_of, system, user
 
 
 def raw(graph: TurnGraph, prompt, reply_ids) -> Node:
-    """A raw completion, as a session commits it: its messages are not known."""
+    """Commit a raw completion as a session does: its messages are unknown."""
     parent, new_ids, split = graph.match_ids(prompt)
     name = f"n{len(graph.nodes)}"
     parent_id = None if parent is None else parent.node_id
@@ -43,7 +43,7 @@ def test_the_cuts_between_turns_do_not_matter():
     graph = TurnGraph()
     raw(graph, [0, 1], [2])
     raw(graph, [0, 1, 2, 0], [3])
-    other = raw(graph, [0, 1, 2, 0, 9], [4])  # a root of its own: it does not begin with the second path
+    other = raw(graph, [0, 1, 2, 0, 9], [4])  # a separate root: it does not begin with the second path
     assert graph.match_ids([0, 1, 2, 0, 9, 4, 0])[0] is other
     assert graph.match_ids([0, 0, 1, 2])[0] is None
 

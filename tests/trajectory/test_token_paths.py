@@ -1,4 +1,4 @@
-"""Token paths: what is shared is trained once, everything aligns, and parents are named."""
+"""Token paths: shared tokens are trained once, everything is aligned, and parents are named."""
 
 from dataclasses import replace
 
@@ -88,7 +88,7 @@ def test_a_root_names_the_path_of_the_turn_it_was_split_from():
     played.turn(assistant("b"), system("be long"), ASK[1], assistant("a"), user("1"))
     played.turn(assistant("c"), user("else"))
     played.turn(assistant("d"), *ASK, assistant("a"), user("1"))
-    changed, other, first = token_paths(played.graph)  # in the order of the leaves
+    changed, other, first = token_paths(played.graph)  # in leaf order
     assert (changed.split_reason, changed.parent, changed.num_shared) == ("system_changed", 2, 0)
     assert changed.split_detail.startswith("messages[0]: system")
     assert (other.split_reason, other.parent) == ("new_conversation", None)
@@ -125,10 +125,11 @@ def test_adjacent_spans_of_one_version_join():
 
 
 TURN = st.tuples(
-    st.integers(0, 10**6),  # which of the turns so far it follows
-    st.booleans(),  # whether it begins anew
+    st.integers(0, 10**6),  # the earlier turn that it follows
+    st.booleans(),  # True if it starts a new branch
     st.integers(0, 3),  # tokens observed
-    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=3),  # versions and how many ids
+    # versions and their numbers of ids
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=3),
 )
 
 

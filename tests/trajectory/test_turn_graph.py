@@ -1,4 +1,4 @@
-"""Where a request goes on: extension, forks with their reasons, and what the detail shows."""
+"""The turn that a request extends: extension, forks with their reasons, and the reported detail."""
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ def test_a_reply_that_nobody_sampled_is_observed(played):
     match = played.ask(user("x"), assistant("made up"), user("y"), assistant("b"), user("z"))
     assert is_extension(match, turn, user("z"))
     later = played.turn(assistant("c"), *turn.observed, assistant("b"), assistant("made up too"), user("z"))
-    assert later.split.reason is SplitReason.HISTORY_EDIT  # an assistant's message cannot answer a reply
+    assert later.split.reason is SplitReason.HISTORY_EDIT  # an assistant message cannot answer a reply
     assert later.parent_id is None
 
 
@@ -306,7 +306,7 @@ def test_strict_mode_takes_nothing_but_an_exact_echo(played):
     assert "[call_0_0]" in match.split.detail
     assert "[toolu_1]" in match.split.detail
     assert played.ask(*ASK, renamed, answer).parent is turn
-    later = played.turn(assistant("b"), *ASK, CALLED, answer)  # the strict index goes on with the graph
+    later = played.turn(assistant("b"), *ASK, CALLED, answer)  # the strict index continues with the graph
     assert played.ask(*ASK, CALLED, answer, assistant("b"), user("1"), is_strict=True).parent is later
     assert played.ask(*ASK, CALLED, answer, assistant("b "), user("1"), is_strict=True).parent is turn
 
@@ -351,7 +351,7 @@ def test_broken_nodes_are_refused_and_leave_nothing():
 
 
 def short_of_a_logprob(reply):
-    """The reply with a logprob too few."""
+    """Return the reply with one logprob missing."""
     return type(reply)(
         reply.message, reply.token_ids, reply.logprobs[:-1], reply.weight_versions, reply.finish_reason, True
     )

@@ -1,4 +1,4 @@
-"""A trainer with its own broadcast group that speaks SGLang's verbs, as slime and Miles do; gloo for NCCL.
+"""A trainer with its own broadcast group that uses SGLang's verbs, like slime and Miles; gloo replaces NCCL.
 
 python -m tests.parts.contracts.sglang_group_trainer URL ORDER
     ORDER (JSON): {"folder": a checkpoint, "version": the first, "rounds": 1, "parts": 1, "is_flat": false,
@@ -51,7 +51,7 @@ class SglangTrainer(Trainer):
     def round(
         self, tensors: Mapping[str, torch.Tensor], version: int, parts: int = 1, *, is_flat: bool, has_session: bool
     ) -> None:
-        """Bring all tensors in a pause. Without a session the end of the pause is that of the update."""
+        """Push all tensors during a pause. Without a session, the end of the pause ends the update."""
         self.call("POST", "/pause_generation", {"mode": "in_place"})
         self.call("GET", "/flush_cache")
         if has_session:

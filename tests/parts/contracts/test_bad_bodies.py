@@ -1,4 +1,4 @@
-"""Bad bodies of vLLM's routes: more of the table of `tests/servers/endpoint/test_bad_input.py`."""
+"""Bad bodies of vLLM's routes: extends the table of `tests/servers/endpoint/test_bad_input.py`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GOOD = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
 
 
 def tokens(**fields: Any) -> bytes:
-    """The good body of the token route, with these fields."""
+    """Return the valid body of the token route with these fields."""
     return orjson.dumps({**GOOD, **fields})
 
 
 def drawn(**fields: Any) -> bytes:
-    """The good body of the token route, with these in its `sampling_params`."""
+    """Return the valid body of the token route with these fields in its `sampling_params`."""
     return tokens(sampling_params={"max_tokens": 1, **fields})
 
 
@@ -80,7 +80,7 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
-    """One service for the whole table, which it outlives."""
+    """One service for the whole table: no case may leave a trace in it."""
     async with chat_service(tmp_path_factory.mktemp("bad-bodies")) as service:
         yield service
         assert (await service.call("POST", TOKENS, json=GOOD))[0] == 200

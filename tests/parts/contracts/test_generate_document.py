@@ -1,4 +1,4 @@
-"""The OpenAPI document of `POST /generate`, which has several forms of body and answer."""
+"""The OpenAPI document of `POST /generate`, which has several body and response schemas."""
 
 from __future__ import annotations
 

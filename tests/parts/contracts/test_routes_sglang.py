@@ -70,7 +70,7 @@ async def test_an_answer_has_what_slime_reads(service: ChatService) -> None:
 
 
 async def test_what_a_text_shows(tmp_path: Path) -> None:
-    """Ids are all that was sampled, whatever the text leaves out."""
+    """The ids contain every sampled token, including those that the text omits."""
     ids, stop = [*RENDERER.ids("one two three")], RENDERER.decode([STOP])
     policy = ScriptedPolicy(lambda prompt: [*ids, STOP])
     async with chat_service(tmp_path, policy=policy) as service:
@@ -133,7 +133,7 @@ async def test_requests_of_one_routing_key_share_a_lease(tmp_path: Path) -> None
         for user in ("user-1", "user-1", "user-2"):
             headers = {"authorization": f"Bearer {user}", "X-SMG-Routing-Key": "sample-1"}
             await generated(service, {**asked(5), "input_ids": [[5], [6]]}, **headers)
-        assert service.coordinator.num_leased == 2  # a key is its owner's
+        assert service.coordinator.num_leased == 2  # a key belongs to its user
         status, answer, _ = await service.call("POST", "/generate", json=asked(5))
         assert (status, answer["error"]["code"]) == (401, "unauthorized")
 
@@ -202,11 +202,11 @@ async def test_a_version_that_is_not_served(service: ChatService) -> None:
     assert "retry-after" in headers
 
 
-# --- aborts ---
+# Aborts
 
 
 async def test_an_abort_keeps_the_tokens(tmp_path: Path) -> None:
-    """By name or all at once, of the caller's own calls alone; what is put back goes on from its tokens."""
+    """An abort ends one call by name, or all of the caller's calls. A resent call continues from its tokens."""
     async with chat_service(tmp_path, keys=Keys.of(["user-1", "user-2"], "admin-1"), decode_s=0.01) as service:
         mine, other, admin = ({"authorization": f"Bearer {key}"} for key in ("user-1", "user-2", "admin-1"))
         body = asked(5, 6, max_new_tokens=1000, logit_bias=NEVER, n=2)
@@ -238,7 +238,7 @@ async def test_an_abort_keeps_the_tokens(tmp_path: Path) -> None:
 
 
 async def test_a_pause_that_aborts_ends_calls_with_their_tokens(tmp_path: Path) -> None:
-    """Streamed and whole; a call that waits for a paused engine ends without any, under the served version."""
+    """Includes streamed calls. A call that waits for a paused engine ends empty, under the served version."""
     async with chat_service(tmp_path, decode_s=0.01) as service:
         body = {**asked(5, 6, max_new_tokens=1000, logit_bias=NEVER), "rid": "a"}
         whole = asyncio.create_task(generated(service, body))

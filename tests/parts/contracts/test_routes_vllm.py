@@ -1,4 +1,4 @@
-"""vLLM's token route over the real app, as the clients that speak it ask: answers, leases, records, refusals."""
+"""vLLM's token route over the real app, as its clients call it: answers, leases, records, refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
 
 @pytest.fixture
 async def fresh(tmp_path: Path) -> AsyncIterator[ChatService]:
-    """A service whose leases are those of one test."""
+    """A service whose leases belong to one test."""
     async with chat_service(tmp_path) as service:
         yield service
 
@@ -118,7 +118,7 @@ async def test_calls_of_one_session_header_share_a_lease_and_leave_no_session(fr
     assert coordinator.num_leased == 2
     await generated(fresh, asked(5, 6))
     await generated(fresh, asked(5, 6))
-    assert coordinator.num_leased == 4  # calls without a name have a lease each
+    assert coordinator.num_leased == 4  # each call without a name has its own lease
     assert fresh.sessions.num_open == before
     names = [name for name in coordinator.held if name.startswith("tokens-")]
     assert len(names) == 2
@@ -194,7 +194,7 @@ async def test_keys(tmp_path: Path) -> None:
         for user in ("user-1", "user-2"):
             headers = {"authorization": f"Bearer {user}", "X-Session-ID": "same"}
             assert (await service.call("POST", GENERATE, json=asked(5), headers=headers))[0] == 200
-        assert service.coordinator.num_leased == 2  # a name is its owner's
+        assert service.coordinator.num_leased == 2  # a name belongs to its user
 
 
 async def test_bounds(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ async def test_bounds(tmp_path: Path) -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         async with asyncio.timeout(60):
-            while service.engine.load().num_running:  # a client that leaves aborts its call
+            while service.engine.load().num_running:  # a disconnected client aborts its call
                 await asyncio.sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""Scores of prompts in vLLM's and SGLang's dialects: those of `POST /score`."""
+"""Scores of prompts in vLLM's and SGLang's dialects equal those of `POST /score`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_prompt_is_scored_and_then_sampled_from(service: ChatService, cl
     assert [len(one["output_ids"]) for one in answers] == [3] * 4
     found = [one["meta_info"]["input_token_logprobs"] for one in answers]
     assert found[:2] == [[[None, IDS[4], None], [expected.logprobs[0], IDS[5], None]]] * 2
-    assert found[2:] == [[[None, IDS[4], None]]] * 2  # no token behind it
+    assert found[2:] == [[[None, IDS[4], None]]] * 2  # no token follows it
 
 
 async def test_what_has_nothing_to_score(service: ChatService) -> None:

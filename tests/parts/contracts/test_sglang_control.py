@@ -1,4 +1,4 @@
-"""The control verbs of SGLang's server over the real app: what each does to the fleet, and what is refused."""
+"""The control verbs of SGLang's server over the real app: the effect of each on the fleet, and the refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_directory_becomes_the_version_that_is_named(service: ChatServic
     for given, version, policy in (
         ({}, 1, None),
         ({"weight_version": "7"}, 7, None),
-        ({"weight_version": "8", "flush_cache": True}, 8, "fresh"),  # this service's own policy is to keep
+        ({"weight_version": "8", "flush_cache": True}, 8, "fresh"),  # this service's own policy is KEEP
     ):
         answer = await done(service, "POST", path, json={**body, **given})
         assert (answer["success"], answer["weight_version"]) == (True, str(version))
@@ -78,7 +78,7 @@ async def test_a_directory_becomes_the_version_that_is_named(service: ChatServic
 
 
 async def test_memory(service: ChatService) -> None:
-    """As slime does around a training step: all of it away, weights first, then the KV cache with its graphs."""
+    """slime's order around a training step: release all memory, resume weights, then the KV cache and graphs."""
     assert await refused(service, "/release_memory_occupation", tags=["kv_cache"]) == (
         400,
         "unsupported_parameter",
@@ -103,7 +103,7 @@ async def test_what_trainers_read_of_the_server(service: ChatService) -> None:
             "IDLE",
             "0",
         )
-        assert info["vllm_config"]["model_config"]["model"] == MODEL  # vLLM's clients ask here too
+        assert info["vllm_config"]["model_config"]["model"] == MODEL  # vLLM's clients also request this route
     for path in ("/model_info", "/get_model_info", "/get_weight_version"):
         assert (await done(service, "GET", path))["weight_version"] == "0"
     assert (await done(service, "GET", "/health_generate"))["is_ready"]

@@ -1,8 +1,8 @@
-"""SGLang's dialect over the whole service: two ingress processes, two simulated replicas, a trainer as slime's.
+"""SGLang's dialect over the whole service: two ingress processes, two simulated replicas, a slime-like trainer.
 
-slime and Miles are no packages of an index. `SlimeLikeTrainer` is ours, written anew: its requests are those that
-their published code sends (slime `rollout/sglang_rollout.py` 0044b40, `backends/sglang_utils/` server_control.py
-15b8e50, sglang_engine.py 03b32d8, external.py 130027a; Miles `sglang_api_client.py` 0526543).
+slime and Miles are not published packages. `SlimeLikeTrainer` is our reimplementation: it sends the requests of
+their published code (slime `rollout/sglang_rollout.py` 0044b40, `backends/sglang_utils/` server_control.py 15b8e50,
+sglang_engine.py 03b32d8, external.py 130027a; Miles `sglang_api_client.py` 0526543).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ WEIGHTS = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v1"
 
 @dataclass
 class Sample:
-    """A sample as slime keeps it: what was answered is appended, whatever ended it."""
+    """A sample as slime stores it: every answer is appended, for any finish reason."""
 
     session_id: str
     prompt: list[int]
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
-    spans: list[tuple[str, int, int]] = field(default_factory=list)  # of the whole response
+    spans: list[tuple[str, int, int]] = field(default_factory=list)  # for the whole response
     status: str = "pending"
 
 
 class SlimeLikeTrainer:
-    """The client half: it knows one address, the router's, and what the router lists."""
+    """The client half. It knows only the router's address and the workers that the router lists."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self.http = http
@@ -62,7 +62,9 @@ class SlimeLikeTrainer:
             return dict(await answer.json())
 
     async def attach(self) -> int:
-        """Read the engine's size, as for `--rollout-external`, and wait until it is idle. Returns its GPUs."""
+        """Read the engine's size like `--rollout-external`, and wait until the engine is idle. Returns its GPU
+        count.
+        """
         info = await self.get("/server_info")
         assert info.get("disaggregation_mode") not in ("prefill", "decode")
         assert not info.get("encoder_only")
@@ -71,7 +73,7 @@ class SlimeLikeTrainer:
         return int(info.get("num_gpus") or info["tp_size"] * info["pp_size"])
 
     async def generate(self, sample: Sample, max_new_tokens: int, **asked: Any) -> Sample:
-        """Sample what is missing of a response, from the tokens so far."""
+        """Sample the rest of a response, from the tokens so far."""
         params = {
             "temperature": 1.0,
             "top_p": 1.0,
@@ -101,7 +103,7 @@ class SlimeLikeTrainer:
         return sample
 
     async def abort_until_idle(self) -> None:
-        """Abort at every worker that the router lists, until none has a request."""
+        """Abort at every worker that the router lists until no worker has a request."""
         for worker in (await self.get("/workers"))["workers"]:
             there = SlimeLikeTrainer(self.http, worker["url"])
             while True:
@@ -114,7 +116,7 @@ class SlimeLikeTrainer:
 
 @dataclass(frozen=True)
 class Site:
-    """The service, its engines, and a trainer at each of its processes."""
+    """The service, its engines, and one trainer per ingress process."""
 
     service: ServiceSite
     engines: list[Engine]
@@ -162,11 +164,11 @@ async def test_a_trainer_attaches_samples_aborts_and_puts_partial_samples_back(t
             assert (sample.status, len(sample.response), len(sample.logprobs)) == ("truncated", length, length)
             assert sample.versions == ["0", "0"]
         held = (await site.service.coordinator.status()).replicas
-        assert sum(one.num_leases for one in held) == 8  # one for each routing key, through either process
+        assert sum(one.num_leases for one in held) == 8  # one per routing key, through either process
 
 
 async def test_a_trainer_pauses_updates_from_disk_and_goes_on(tmp_path: Path) -> None:
-    """In place: the call in flight has tokens of both versions. Later: refused versions, and a killed replica."""
+    """In-place pause: the call in flight has tokens of both versions. Also: refused versions, a killed replica."""
     async with site_of(tmp_path) as site:
         first, second = site.trainers
         sample = Sample("a", [*range(5, 69)])
@@ -209,7 +211,7 @@ async def test_a_trainer_pauses_updates_from_disk_and_goes_on(tmp_path: Path) ->
 
 
 async def test_a_pause_that_aborts_reaches_the_calls_of_every_process(tmp_path: Path) -> None:
-    """As slime's default mode: running calls end with their tokens, and calls that come then wait."""
+    """slime's default mode: running calls end with their tokens, and calls that arrive during the pause wait."""
     async with site_of(tmp_path) as site:
         samples = [Sample(f"sample-{index}", [index + 5, *range(20, 84)]) for index in range(4)]
         works = [site.trainers[index % 2].generate(sample, 3000) for index, sample in enumerate(samples)]
@@ -230,7 +232,7 @@ async def test_a_pause_that_aborts_reaches_the_calls_of_every_process(tmp_path: 
 async def test_a_trainers_group_brings_weights_while_a_call_goes_on(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Two rounds over gloo: as slime, which knows no end of an update, and as Miles, which has one."""
+    """Two rounds over gloo: as slime, which does not end an update explicitly, and as Miles, which does."""
     async with site_of(tmp_path) as site:
         order = json.dumps({"folder": str(WEIGHTS), "version": 7, "rounds": 2, **options})
         process = await asyncio.create_subprocess_exec(

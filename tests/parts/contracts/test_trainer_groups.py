@@ -28,7 +28,7 @@ async def site(tmp_path: Path) -> AsyncIterator[ServiceSite]:
 
 
 async def trained(site: ServiceSite, **order: Any) -> tuple[int, list[dict[str, Any]], str]:
-    """Run a trainer to its end. Returns its exit code, the answers to its finishes, and what it complained of."""
+    """Run a trainer to completion. Returns its exit code, the answers to its finish calls, and its stderr."""
     asked = json.dumps({"folder": str(POLICY / "v1"), **order})
     module = "tests.servers.weight_transfer.group_trainer"
     process = await asyncio.create_subprocess_exec(
@@ -80,7 +80,7 @@ async def test_wrong_verbs_have_typed_answers(site: ServiceSite) -> None:
     tensors = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
     by_id = {"init_info": {**info, "nccl_unique_id_b64": "A"}}
     uneven = {"update_info": {**tensors, "shapes": []}}
-    ipc = {"init_info": {"packed": False, "packed_num_buffers": "two"}}  # it has no ranks; that is not used
+    ipc = {"init_info": {"packed": False, "packed_num_buffers": "two"}}  # it has no ranks, so the value is not used
     handles = {"update_info": {**tensors, "tensor_sizes": "none", "ipc_handles_pickled": "A"}}
     same = {"update_info": {"names": [], "dtype_names": [], "shapes": []}}
     named = "init_info.nccl_unique_id_b64"
@@ -96,11 +96,11 @@ async def test_wrong_verbs_have_typed_answers(site: ServiceSite) -> None:
         ("finish_weight_update", None, (409, "conflict", None)),
         ("finish_weight_update", {"weight_version": "seven"}, (400, "invalid_request", "weight_version")),
         ("init_weight_transfer_engine", ipc, (200, "", None)),
-        ("begin_weight_update", {}, (409, "conflict", None)),  # it is vLLM's
+        ("begin_weight_update", {}, (409, "conflict", None)),  # it belongs to vLLM
         ("init_weight_transfer_engine", {"init_info": info}, (400, "invalid_request", "world_size")),
         ("start_weight_update", None, (200, "", None)),
         ("start_weight_update", None, (409, "conflict", None)),
-        ("update_weights", same, (400, "invalid_request", "names")),  # as no earlier part
+        ("update_weights", same, (400, "invalid_request", "names")),  # the names of an earlier part
         ("continue_generation", {}, (200, "", None)),
         ("end_weight_update", {}, (409, "conflict", None)),
         ("finish_weight_update", None, (400, "invalid_request", None)),

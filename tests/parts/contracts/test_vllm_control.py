@@ -1,4 +1,4 @@
-"""The control verbs of vLLM's server over the real app: what each does to the fleet, and what is refused."""
+"""The control verbs of vLLM's server over the real app: the effect of each on the fleet, and the refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def service(tmp_path: Path) -> AsyncIterator[ChatService]:
 
 @pytest.fixture(scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
-    """One service for what must leave no trace."""
+    """One service for the tests that must not leave a trace."""
     async with chat_service(tmp_path_factory.mktemp("shared")) as service:
         yield service
 
@@ -65,7 +65,7 @@ async def test_a_directory_becomes_the_next_version(service: ChatService, tmp_pa
     await done(service, "POST", "/update_weights", json={"weight_dir": directory, "version": 8})
     updates = [(update.version, update.directory) for update, _ in service.coordinator.updates]
     assert updates == [(1, directory), (8, directory)]
-    assert await done(service, "GET", "/weight_info") == {"weight_version": "0"}  # this coordinator's fleet
+    assert await done(service, "GET", "/weight_info") == {"weight_version": "0"}  # the fleet of this coordinator
 
 
 async def test_weights_that_are_refused(service: ChatService, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_what_trainers_read_of_the_server(service: ChatService) -> None:
     assert isinstance((await done(service, "GET", "/server_info"))["vllm_config"], str)
     assert await done(service, "GET", "/get_world_size") == {"world_size": 2}
     assert await done(service, "GET", "/get_world_size", params={"include_dp": "false"}) == {"world_size": 1}
-    service.coordinator.replica_error = "lost"  # quarantined: they join no group
+    service.coordinator.replica_error = "lost"  # quarantined replicas do not join a group
     for include_dp in ("true", "false"):
         assert await done(service, "GET", "/get_world_size", params={"include_dp": include_dp}) == {"world_size": 0}
     answer = await done(service, "POST", "/reset_prefix_cache", json={"reset_running_requests": False})

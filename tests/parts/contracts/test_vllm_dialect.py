@@ -22,7 +22,7 @@ async def posted(http: aiohttp.ClientSession, url: str, body: Any = None, **opti
 
 
 async def test_a_call_goes_on_through_the_update_of_a_trainer(tmp_path: Path) -> None:
-    """As prime-rl updates: pause, directory, resume. The call in flight has tokens of both versions."""
+    """prime-rl's update: pause, load from a directory, resume. The call in flight has tokens of both versions."""
     async with (
         whole_site(simulated_config(ingress_replicas=2), tmp_path) as site,
         aiohttp.ClientSession() as http,

@@ -1,4 +1,4 @@
-"""BFCL's tasks as environments: gold paths, calls of code, samples of one task at a time, and a failing checker."""
+"""BFCL's tasks as environments: gold paths, calls of code, concurrent samples of a task, and a failing checker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest.importorskip("bfcl_eval", reason="needs bfcl-eval: docs/guides/published-
 
 BASE = "bfcl:multi_turn_base"
 NOTHING = ["I do nothing."] * 20
-UNANSWERABLE = {  # tasks whose published answer BFCL's own checker refuses
+UNANSWERABLE = {  # tasks whose published answer fails BFCL's own checker
     "parallel_multiple_26",
     "live_simple_106-63-0",
     "live_simple_112-68-0",

@@ -1,4 +1,4 @@
-"""TextArena's single-player games as environments: moves, rewards, and games side by side."""
+"""TextArena's single-player games as environments: moves, rewards and concurrent games."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_game_that_cannot_run_is_refused_by_name(game, problem, monkeypatch):
     monkeypatch.setattr(games, "_has_words", lambda: False)
     with pytest.raises(InvalidRequest, match=problem):
         tasks_of(f"textarena:{game}")
-    assert "textarena.envs.Wordle.env" not in sys.modules  # its import downloads
+    assert "textarena.envs.Wordle.env" not in sys.modules  # its import downloads files
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""reasoning-gym's generators as environments: their verifiers, and answers that these would evaluate as Python."""
+"""reasoning-gym's generators as environments: their verifiers, and answers that they would evaluate as Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GENERATORS = sorted(reasoning.ReasoningGym.variants())
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # the package reads its data so
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # the package leaves its data files open
 @pytest.mark.parametrize("group", range(4))
 async def test_the_answer_of_each_generator_earns_the_reward_and_nothing_earns_none(group):
     for name in GENERATORS[group::4]:

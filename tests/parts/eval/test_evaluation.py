@@ -25,7 +25,7 @@ HERE = "tests.parts.eval.test_evaluation"
 
 
 class Parity(Environment):
-    """Rewards an answer with an even number of characters. The reward of the task `broken` raises."""
+    """Rewards an answer with an even number of characters. The reward raises for the task `broken`."""
 
     @classmethod
     def tasks(cls) -> Iterator[RolloutTask]:
@@ -40,7 +40,7 @@ class Parity(Environment):
 
 
 class Even(Parity):
-    """A second category with other ids."""
+    """A second category with different ids."""
 
     @classmethod
     def tasks(cls) -> Iterator[RolloutTask]:

@@ -37,7 +37,7 @@ def test_errors_are_in_no_rate() -> None:
     figures = figures_of(evaluation({"a1": [1, 0, None, None], "a2": [1, 1, 1, 1], "b1": [None] * 4}))
     assert figures.pass_at_1 is not None
     assert figures.pass_at_k is not None
-    assert (figures.pass_at_1.mean, figures.pass_at_k.mean) == (0.75, 1.0)  # pass@4: of a2 alone
+    assert (figures.pass_at_1.mean, figures.pass_at_k.mean) == (0.75, 1.0)  # pass@4 exists for a2 only
     assert (figures.num_tasks, figures.num_judged, figures.num_errors, figures.num_mixed) == (3, 6, 6, 1)
     assert figures.errors == {"lost": 6}
     only_errors = figures_of(evaluation({"a1": [1], "b1": [None]}), "b")
@@ -47,7 +47,7 @@ def test_errors_are_in_no_rate() -> None:
 def test_an_interval_resamples_tasks() -> None:
     narrow, wide = interval([0.5] * 40), interval([0.0, 1.0] * 20)
     assert (narrow.low, narrow.high) == (0.5, 0.5)
-    # The standard error of 40 coin flips is 0.079; 1.96 of them are 0.155.
+    # The standard error of 40 coin flips is 0.079; 1.96 times that is 0.155.
     assert wide.low == pytest.approx(0.345, abs=0.03)
     assert wide.high == pytest.approx(0.655, abs=0.03)
     assert interval([0.0, 1.0] * 20) == wide
@@ -55,7 +55,7 @@ def test_an_interval_resamples_tasks() -> None:
 
 
 def test_a_comparison_is_paired() -> None:
-    """Tasks differ far more than the two policies: only the difference per task shows the change."""
+    """Tasks differ far more than the two policies, so only the difference per task shows the change."""
     before = {f"t{number}": [float(number % 2)] * 3 + [0.0] for number in range(40)}
     after = {name: [*values[:3], 1.0 if int(name[1:]) < 20 else 0.0] for name, values in before.items()}
     change = compare(evaluation(before), evaluation(after))

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other by spinning: on busy cores a step would take a minute."""
+    """Use one thread: on busy cores Torch's spinning threads make a step take a minute."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The examples with agents of the user's own: an OpenAI client, and a framework that is not installed here."""
+"""The examples with a user's own agents: an OpenAI client, and a framework that is not installed here."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ URL = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A running service, with what the prepared names of a block need."""
+    """A running service, and the values for a block's prepared names."""
 
     url: str
     client: RolloutClient
@@ -59,7 +59,7 @@ Names = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One block: the names that the page leaves to the reader, replaced text, and the check of its results."""
+    """One block: names that the page leaves undefined, replacements of its text, and the check of its results."""
 
     names: Callable[[Site], Awaitable[Names]] | None = None
     edits: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ async def scored(site: Site) -> Names:
     prompts = [[5, 6, 7], [5, 6, 8]]
 
     async def teacher(rows: Any, client: RolloutClient, model: str) -> Any:
-        return await teacher_logprobs(rows, client)  # one model is enough for the call
+        return await teacher_logprobs(rows, client)  # one model is enough for this call
 
     batch = [[*prompt, 9, 10] for prompt in prompts]
     return {
@@ -316,7 +316,7 @@ def test_the_lines_of_an_excerpt_are_in_its_file(key: tuple[str, int]) -> None:
 async def test_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: tuple[str, int]) -> None:
     program, (_, text) = PROGRAMS[key], blocks()[key]
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))  # a publisher's cache
+    monkeypatch.setenv("HOME", str(tmp_path))  # the cache of a publisher
     monkeypatch.setattr(agentloop.client, "load_tasks", lambda path: TASKS[:16])
     for old, new in {**program.edits, "STORE": str(tmp_path / "store"), URL: "THE_URL"}.items():
         assert old not in program.edits or old in text, old

@@ -1,4 +1,4 @@
-"""The examples of environments: in one class, by an MCP server of one's own, and by a shell with hidden tests."""
+"""The environment examples: a single class, the user's own MCP server, and a shell with hidden tests."""
 
 from __future__ import annotations
 

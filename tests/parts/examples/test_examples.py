@@ -1,4 +1,4 @@
-"""The examples run, are short, and do what they say."""
+"""The examples run, are short, and behave as described."""
 
 from __future__ import annotations
 

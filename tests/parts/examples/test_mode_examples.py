@@ -1,4 +1,4 @@
-"""The examples of the deployment modes over the whole service with simulated engines; what each mode refuses."""
+"""The deployment mode examples over the whole service with simulated engines, and the refusals of each mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.transfer.adapters import POLICY, shipped_policy
 V1 = POLICY.parent / "v1"
 
 
-SHORT = {"max_context_tokens": 256}  # what pseudo-random ids run on to
+SHORT = {"max_context_tokens": 256}  # pseudo-random ids reach the limit
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,4 +1,4 @@
-"""The examples that push tensors, against the real front door and a fleet that receives."""
+"""The examples that push tensors, against the real HTTP app and a fleet that receives the tensors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def run_rank(rank, port, url):
 @pytest.mark.engine
 @pytest.mark.long
 async def test_engines_with_random_weights_make_sense_after_a_push(tmp_path, capsys, monkeypatch):
-    """By vLLM's own verbs from the dummy weights on, and then by our client's push."""
+    """The weights are pushed over dummy weights, first with vLLM's own verbs and then with our client."""
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT / "examples")
     main = resolve("examples.13_sense:main", param="example")

@@ -1,4 +1,4 @@
-"""The shipped policy: complete folders, a template the service can use, and held-out tasks that are true."""
+"""The shipped policy: complete folders, a template that the service can use, and correct held-out tasks."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ def tensors(version):
 
 
 def held_out_problems(num_problems):
-    """The first distinct held-out problems, as `tasks.jsonl` was made of them."""
+    """Return the first distinct held-out problems, the source of `tasks.jsonl`."""
     distinct = {}
     for problem in generator.problems(1, held_out=True):
         distinct.setdefault(problem.question, problem)
@@ -96,7 +96,7 @@ def test_digits_are_tokens_of_their_own(tokenizer):
 
 
 def test_every_dialogue_is_a_chain_of_prefixes(tokenizer):
-    """A prompt, with the turn that answers it, is the start of the next prompt: as text and as ids."""
+    """A prompt and its answer are a prefix of the next prompt, as text and as ids."""
     for problem in training_problems(200):
         messages = generator.dialogue(problem)
         definitions = [generator.DEFINITIONS[name] for name in problem.tools]

@@ -40,7 +40,7 @@ CONFIG = simulated_config(mode="standalone", engine={"max_context_tokens": 512})
 
 
 def of_training(name: str) -> ModuleType:
-    """A module of the trainer that the process of these tests loads: models and plots take seconds to import."""
+    """Import a module of the trainer in these tests' process only: models and plots take seconds to import."""
     return importlib.import_module(f"examples.train.{name}")
 
 
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def evenness(task: RolloutTask, messages: list[Message]) -> float:
-    """A reward that samples of pseudo-random ids get or not."""
+    """Return 1 for an answer of odd length, else 0, so that pseudo-random samples differ."""
     return float(len(messages[-1].content) % 2)
 
 
@@ -82,7 +82,7 @@ async def test_steps_that_are_offered_more_are_as_many_and_as_large(service):
 
 
 def cut(row: TrainingRow, num_tokens: int) -> TrainingRow:
-    """The row without its last tokens."""
+    """Return the row without its last tokens."""
     end = len(row.input_ids) - num_tokens
     arrays = {name: getattr(row, name)[:end] for name in ("input_ids", "mask", "logprobs", "versions")}
     return replace(row, **arrays)
@@ -95,7 +95,7 @@ def ablations() -> ModuleType:
 
 @pytest.fixture
 def rows(groups, ablations) -> list[TrainingRow]:
-    """Rows of several lengths as if the shipped policy had sampled them; every other one better than the rest."""
+    """Return rows of several lengths sampled by the shipped policy; every other one has a better reward."""
     found = [row for group in groups for row in group_rows(group)]
     found = [replace(cut(row, place), advantage=0.5 if place % 2 else -0.5) for place, row in enumerate(found)]
     under = ablations.recomputed(found, {0: shipped_policy()}, lambda row: np.zeros(int(row.mask.sum()), int))
@@ -103,7 +103,7 @@ def rows(groups, ablations) -> list[TrainingRow]:
 
 
 def losses(loss: str, ratio: float, advantage: float) -> tuple[float, float]:
-    """The loss of one token that the trainer finds `ratio` times as likely, and its gradient by the logprob."""
+    """Return the loss of one token whose probability changed by `ratio`, and its gradient by the logprob."""
     recorded = torch.tensor([-1.0])
     logprobs = (recorded + math.log(ratio)).requires_grad_()
     found = token_losses(logprobs, recorded, torch.tensor([advantage]), Recipe(loss=loss))
@@ -117,8 +117,8 @@ def losses(loss: str, ratio: float, advantage: float) -> tuple[float, float]:
         (1.0, 2.0, -2.0, -2.0),
         (1.2, 1.0, -1.2, -1.2),  # within the range: d(ratio)/d(logprob) is the ratio
         (1.5, 1.0, -1.28, 0.0),  # clipped
-        (1.5, -1.0, 1.5, 1.5),  # the lower of -1.5 and -1.28: not clipped
-        (0.5, 1.0, -0.5, -0.5),  # not clipped either
+        (1.5, -1.0, 1.5, 1.5),  # the lower of -1.5 and -1.28, so not clipped
+        (0.5, 1.0, -0.5, -0.5),  # not clipped
         (0.5, -1.0, 0.8, 0.0),
     ],
 )
@@ -161,7 +161,8 @@ def test_logprobs_over_a_shared_prompt_are_those_of_the_whole_sequences(rows):
 @pytest.mark.parametrize("loss", ["ppo", "cispo"])
 def test_a_step_makes_good_samples_likelier_and_bad_ones_less_so(rows, ablations, loss):
     model = shipped_policy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # downhill, by a clipped gradient; Adam may overshoot
+    # plain gradient descent with clipping; Adam may overshoot
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     first = train_step(model, optimizer, rows, Recipe(loss=loss))
     assert first["mismatch"].k3_kl == pytest.approx(0.0, abs=1e-6)
     assert first["mismatch"].num_tokens == sum(int(row.mask.sum()) for row in rows)
@@ -171,7 +172,7 @@ def test_a_step_makes_good_samples_likelier_and_bad_ones_less_so(rows, ablations
     assert sum(moved) > 0
     again = train_step(model, optimizer, rows, Recipe(loss=loss))
     assert again["mismatch"].k3_kl > 1e-6
-    if loss == "ppo":  # CISPO's value is of weights that change with it
+    if loss == "ppo":  # CISPO's value depends on weights that change with it
         assert again["loss"] < first["loss"]
 
 
@@ -267,7 +268,7 @@ def test_gains_are_paired_by_task():
 
 
 def test_versions_of_recomputed_logprobs(rows, ablations):
-    """A row of two versions: each choice takes the logprobs of the models that it names."""
+    """A row with two versions: each setting takes the logprobs of the models that it names."""
     row = rows[0]
     half = int(row.mask.sum()) // 2
     versions = row.versions.copy()

@@ -1,4 +1,4 @@
-"""A worker whose trajectories run in processes."""
+"""A worker whose trajectories run in child processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def isolated_worker(
     turns_folder: str | None = None,
     **settings: Any,
 ):
-    """A worker whose trajectories have processes with `tools`, import paths by name; yields these processes."""
+    """Start a worker whose trajectories run in processes with `tools` (import paths by name). Yields them."""
     await engine.start()
     service = {"model": str(POLICY), "engine": {"kind": "simulated"}, "workers": {"tools": tools}}
     limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5, traces=TRACES)

@@ -1,4 +1,4 @@
-"""A reward that looks for a key wherever code of its user can look without a debugger."""
+"""A reward that searches for a key wherever user code can look without a debugger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentloop.types import Message, RolloutTask
 
 
 def reward(task: RolloutTask, messages: Sequence[Message]) -> float:
-    """Return how many processes show the task's reference, which stands there backwards."""
+    """Return the number of environments and command lines that contain the task's reference, which is reversed."""
     key = (task.reference or "")[::-1].encode()
     found = [key.decode() in os.environ.values()]
     for folder in Path("/proc").iterdir():
@@ -19,5 +19,5 @@ def reward(task: RolloutTask, messages: Sequence[Message]) -> float:
                 try:
                     found.append(key in (folder / name).read_bytes())
                 except OSError:
-                    continue  # it has ended, or is another user's
+                    continue  # the process has ended or belongs to another user
     return float(sum(found))

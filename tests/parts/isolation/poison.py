@@ -1,4 +1,4 @@
-"""Loops, tools and rewards that a process must be able to bear. They are imported by processes of their own."""
+"""Loops, tools and rewards that damage their process. They are imported in isolated processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Dies:
     """Ends its process in the way that its task's reference names."""
 
     async def run(self, task, ctx):
-        with suppress(Exception):  # a limit, which would end the trajectory before
+        with suppress(Exception):  # a limit, which would end the trajectory first
             await ctx.sample()
         match task.reference:
             case "exit":
@@ -35,7 +35,7 @@ class Dies:
 
 
 class Blocks:
-    """Blocks its event loop for ever, with a process of its own beside it."""
+    """Blocks its event loop for ever, with a child process running."""
 
     async def run(self, task, ctx):
         sleeper = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220 - a user's
@@ -49,7 +49,7 @@ def _write(path, text):
 
 
 class Leaves:
-    """Leaves a task behind."""
+    """Leaves an asyncio task running."""
 
     kept: set = set()  # noqa: RUF012
 
@@ -59,7 +59,7 @@ class Leaves:
 
 
 class Pries:
-    """Tells what it finds, and asks for what is not its own."""
+    """Reports the secrets that it finds, and sends requests about another trajectory."""
 
     async def run(self, task, ctx):
         found = [value for name, value in os.environ.items() if "KEY" in name.upper()]
@@ -81,14 +81,14 @@ class Pries:
 
 
 def ctx_request(ctx, request_id):
-    """Return a request under another trajectory's name."""
+    """Return a request with another trajectory's name."""
     from agentloop.types import GenerateRequest, SamplingParams  # noqa: PLC0415
 
     return GenerateRequest(request_id, (1, 2, 3), SamplingParams(max_tokens=1))
 
 
 def where(task, messages):
-    """Score by the process: its id."""
+    """Return the id of the process as the score."""
     return float(os.getpid())
 
 

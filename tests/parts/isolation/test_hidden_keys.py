@@ -1,4 +1,4 @@
-"""The service's keys are where they are needed, and nowhere that user code looks."""
+"""The service's keys are present where they are needed, and hidden from user code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = "tests.parts.isolation.looks_for_keys"
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", [pytest.param("none", marks=pytest.mark.long), "process"])
 def test_no_process_shows_user_code_a_key(tmp_path: Path, isolation: str) -> None:
-    """A whole run with keys in its environment: its own client uses them, and its workers do not see them."""
+    """The run's client uses the keys in its environment, and its workers do not see them."""
     document = yaml.safe_load((ROOT / "servers" / "simulated.yaml").read_text())
     workers = {"isolation": isolation, "allowed_imports": [HERE], "max_processes": 1}
     document["applications"][0]["args"] |= {"replicas": 1, "workers": workers}

@@ -1,4 +1,4 @@
-"""The whole service on Ray with processes for trajectories: poison among good tasks costs itself."""
+"""The whole service on Ray with isolated trajectories: poison tasks among good ones harm only themselves."""
 
 from pathlib import Path
 

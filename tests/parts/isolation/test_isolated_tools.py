@@ -1,4 +1,4 @@
-"""Tools with a life of their own in trajectories' processes: opened there, seen by the reward there, and closed."""
+"""Stateful tools in isolated trajectories: opened in the process, visible to the reward there, and closed."""
 
 from __future__ import annotations
 

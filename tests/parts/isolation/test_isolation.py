@@ -1,4 +1,4 @@
-"""Trajectories in processes of their own: their records are those of a worker's process, and deaths stay theirs."""
+"""Isolated trajectories: their records equal those of a worker's process, and a death ends only its own process."""
 
 import asyncio
 from functools import partial
@@ -141,7 +141,7 @@ async def test_what_a_trajectory_leaves_behind_ends_its_process():
 
 async def test_a_process_knows_no_key_and_no_address_and_asks_for_its_own_trajectory_only(monkeypatch):
     monkeypatch.setenv("AGENTLOOP_ADMIN_KEY", "the-secret")
-    KeysConfig().hide()  # as a worker does
+    KeysConfig().hide()  # like a worker
     found = await one(task("bad", loop=f"{HERE}:Pries", tools=()), ANSWER)
     assert found.stop_reason is StopReason.COMPLETED, found.error
     said = [message.content for message in found.messages[1:-1]]
@@ -158,7 +158,7 @@ async def test_a_process_knows_no_key_and_no_address_and_asks_for_its_own_trajec
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stored", [False, True])
 async def test_a_trajectory_whose_process_died_goes_on_at_its_last_turn_in_another(tmp_path, is_stored):
-    """The processes of a worker that ends are killed; what they journalled is older than `YOUNG_S`."""
+    """The child processes of the lost worker are killed; its journal entries are older than `YOUNG_S`."""
     asked, replies = task("t", seed=7), (CALL, CALL, ANSWER)
     engine, feeder = HangingEngine(*replies, hangs_at=2), Relay([asked])
     store, folder = TrajectoryStore(tmp_path / "trajectories.sqlite"), tmp_path / "turns"
@@ -177,7 +177,7 @@ async def test_a_trajectory_whose_process_died_goes_on_at_its_last_turn_in_anoth
     engine = HangingEngine(*replies)
     async with poisoned_worker(feeder, engine, turns_folder=turns_folder):
         await feeder.is_done.wait()
-        while await journals():  # nothing is left to go on from
+        while await journals():  # no journal is left
             await asyncio.sleep(0.05)
     await store.close()
     assert engine.num_turns == 1
@@ -192,7 +192,7 @@ async def test_a_trajectory_whose_process_died_goes_on_at_its_last_turn_in_anoth
 
 
 async def test_an_update_and_a_shutdown_reach_processes():
-    """A turn that an operator's abort cuts goes on; a worker that closes kills what runs."""
+    """A turn that an operator's abort cuts continues; a worker that closes kills the running processes."""
     engine = scripted_engine(" ".join(["word"] * 300), decode_s=0.005)
     feeder = FakeCoordinator([task("long", tools=(), limits=Limits(max_tokens_per_turn=2000))])
     async with poisoned_worker(feeder, engine):

@@ -59,7 +59,7 @@ TEXTS = (
 
 
 def reference_ids(gguf: Path) -> list[list[int]]:
-    """Return the ids of TEXTS by llama.cpp. Special tokens in the texts are parsed; none is added."""
+    """Return llama.cpp's ids of TEXTS. Special tokens in the texts are parsed; none is added."""
     from xllamacpp import CommonParams, Server  # noqa: PLC0415 - installed by the person who runs this script
 
     params = CommonParams()
@@ -80,7 +80,7 @@ def reference_ids(gguf: Path) -> list[list[int]]:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the file of reference ids."""
     lines = [f"  {json.dumps(ids)}" for ids in reference_ids(Path(sys.argv[1]))]
     IDS_FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 

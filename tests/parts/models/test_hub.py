@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "tiny_policy" / "v0"
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 UNWANTED = ("pytorch_model.bin", "original/model.safetensors")
-# The hub library reads HF_ENDPOINT when it is imported, so each call is a process.
+# The hub library reads HF_ENDPOINT when it is imported, so each call runs in a process.
 RESOLVE = """
 import sys
 from agentloop.errors import InvalidRequest
@@ -33,7 +33,7 @@ except InvalidRequest as error:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub with `acme/tiny`, with `acme/code`, which has no weights, and with the gated `acme/gated`."""
+    """A hub with `acme/tiny`, `acme/code` (no weights) and the gated `acme/gated`."""
 
     requested: list[str] = []  # noqa: RUF012 - shared by the requests of one server on purpose
 
@@ -44,7 +44,7 @@ class Hub(BaseHTTPRequestHandler):
         self.requested.append(self.path)
         parts = self.path.partition("?")[0].strip("/").split("/")
         if parts[:2] != ["api", "models"] and len(parts) < 5:
-            self._answer(404, b"{}")  # not a route of downloads
+            self._answer(404, b"{}")  # not a download route
         elif parts[4:5] == ["tree"]:
             self._list("/".join(parts[2:4]))
         elif parts[0] == "api":

@@ -1,4 +1,4 @@
-"""`agentloop rollout --model NAME` as a newcomer runs it: a real vLLM replica of SmolLM2, four samples."""
+"""`agentloop rollout --model NAME` with default settings: a real vLLM replica of SmolLM2, four samples."""
 
 from __future__ import annotations
 

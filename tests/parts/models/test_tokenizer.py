@@ -36,7 +36,7 @@ METADATA: Metadata = {
     "tokenizer.ggml.eot_token_id": 2,
     "tokenizer.ggml.padding_token_id": 1,
 }
-# `½` and `²` end with bytes that also begin other characters, and 12 is a token: without the split they merge.
+# `½` and `²` end with bytes that other characters start with, and 12 is a token: without the split they merge.
 TEXT = "12 ½ ² 12"
 
 
@@ -88,7 +88,7 @@ def test_sentencepiece_files_have_bos_by_default() -> None:
     assert tokens(document, "a") == ["<s>", "a"]
 
 
-# By repair: the file that it changes, and a document that transformers would write.
+# By repair: the file that it changes, and a document as transformers would write it.
 CONVERTED: dict[Callable[[dict[str, Any], Metadata], None], tuple[str, dict[str, Any]]] = {
     split_digits: ("tokenizer.json", converted()),
     add_bos: ("tokenizer.json", converted()),

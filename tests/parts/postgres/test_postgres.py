@@ -1,4 +1,4 @@
-"""PostgreSQL as a home: what is refused, who may write, and a server that goes away."""
+"""PostgreSQL as a storage backend: refusals, write access, and a server that becomes unavailable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.service.postgres_server import PASSWORD, PostgresServer
 
 
 def writer_of(store: TrajectoryStore) -> Any:
-    """The thread of a store's transactions."""
+    """Return the thread that runs a store's transactions."""
     return store._writer
 
 
@@ -33,15 +33,15 @@ async def store(postgres_run: Home) -> AsyncIterator[TrajectoryStore]:
 
 
 def end_lease(server: PostgresServer, run: Home) -> None:
-    """Let the lease of a run's owner be over, as after a silence."""
+    """Expire the lease of a run's owner, as after a silence."""
     server.execute("UPDATE leases SET until = clock_timestamp()", run.name)
 
 
-# --- what is refused ---
+# Refusals
 
 
 def refusal(run: Home, **changed: object) -> str:
-    """The message by which a home is refused."""
+    """Return the message with which a storage backend is refused."""
     with pytest.raises(InvalidRequest) as refused:
         TrajectoryStore(dataclasses.replace(run, **changed))
     assert refused.value.param == "store"
@@ -95,7 +95,7 @@ def test_a_shown_url_has_no_secret_whatever_is_odd_in_it() -> None:
             assert not any(part in shown for part in ("sec", "ret", "s/e", "et")), (url, shown)
 
 
-# --- who may write ---
+# Write access
 
 
 async def test_a_second_owner_waits_for_the_lease_and_shuts_the_first_out(
@@ -106,9 +106,9 @@ async def test_a_second_owner_waits_for_the_lease_and_shuts_the_first_out(
     second = TrajectoryStore(postgres_run)
     with pytest.raises(Conflict, match=r"another service is still running this run: process \d+ on "):
         await second.take_over()
-    assert await store.take_over(above=first + 5) == first + 6  # its own
+    assert await store.take_over(above=first + 5) == first + 6  # its own lease
     end_lease(postgres_server, postgres_run)
-    await store.add_records(encoded([make_trajectory()]))  # nobody else came: it has the lease again
+    await store.add_records(encoded([make_trajectory()]))  # no other owner came, so it has the lease again
     with pytest.raises(Conflict):
         await second.take_over()
     end_lease(postgres_server, postgres_run)
@@ -119,10 +119,10 @@ async def test_a_second_owner_waits_for_the_lease_and_shuts_the_first_out(
             await write
     assert store.successor == first + 7
     assert await second.counts("r") == (2, 1)
-    await asyncio.wait_for(store.keep_lease(), 30.0)  # it is to end
+    await asyncio.wait_for(store.keep_lease(), 30.0)  # it must end
     await second.close()
     third = TrajectoryStore(postgres_run)
-    assert await third.take_over() == first + 8  # an owner that ends leaves the lease at once
+    assert await third.take_over() == first + 8  # an owner that ends releases the lease at once
     await third.close()
 
 
@@ -133,7 +133,7 @@ async def test_a_lease_is_renewed_by_whatever_is_written(
     left = f"SELECT until > clock_timestamp() + interval '{LEASE_S / 2} s' FROM leases"
     end_lease(postgres_server, postgres_run)
     assert postgres_server.execute(left, postgres_run.name) == [(False,)]
-    await store.check_owner()  # reads alone
+    await store.check_owner()  # only reads
     assert postgres_server.execute(left, postgres_run.name) == [(False,)]
     await store.accept("r", [])
     assert postgres_server.execute(left, postgres_run.name) == [(True,)]
@@ -159,7 +159,7 @@ async def test_a_state_that_revokes_a_lease_shuts_its_owner_out(store: Trajector
     assert await writer_of(store).run(lambda db: lease.newest(db, number)) == number
     await store.save_state("places", 2, revokes=("shard 1",))
     assert await writer_of(store).run(lambda db: lease.newest(db, number)) == number + 1
-    assert await writer_of(store).run(lambda db: lease.take(db, None, 0)) == number + 2  # free at once
+    assert await writer_of(store).run(lambda db: lease.take(db, None, 0)) == number + 2  # the lease is free at once
 
 
 async def test_commits_of_records_wait_for_the_servers_disk(store: TrajectoryStore) -> None:
@@ -170,7 +170,7 @@ async def test_commits_of_records_wait_for_the_servers_disk(store: TrajectorySto
 async def test_what_an_owner_writes_and_its_end_are_one_after_the_other(
     store: TrajectoryStore, postgres_run: Home, postgres_server: PostgresServer
 ) -> None:
-    """A lease that runs out in the middle of a transaction is taken when that has ended, and not before."""
+    """A lease that expires during a transaction is acquired only after the transaction has ended."""
     await store.take_over()
     await store.accept("r", [make_group(num_samples=2)])
     other = TrajectoryStore(postgres_run)
@@ -189,12 +189,12 @@ async def test_what_an_owner_writes_and_its_end_are_one_after_the_other(
     assert not taking.done()
     may_go_on.set()
     assert await writing == 1
-    with pytest.raises(Conflict):  # the transaction has renewed it
+    with pytest.raises(Conflict):  # the transaction has renewed the lease
         await taking
     await other.close()
 
 
-# --- a server that goes away ---
+# An unavailable server
 
 
 async def test_a_server_that_stops_is_waited_for_without_a_restart(
@@ -229,7 +229,7 @@ async def test_a_server_that_stops_is_waited_for_without_a_restart(
             await asyncio.gather(*waiting)
         assert await store.counts("r") == (40, 40)
     assert sorted(acknowledged) == [(sample, 1) for sample in range(40)]
-    assert [entry["event"] for entry in logs].count("store_is_away") == 2  # of each connection once
+    assert [entry["event"] for entry in logs].count("store_is_away") == 2  # once per connection
     assert [entry["event"] for entry in logs].count("store_is_back") == 2
     assert PASSWORD not in str(logs)
     assert not keeping.done()
@@ -248,14 +248,14 @@ async def test_connections_that_are_ended_are_made_again(
 
 
 class Relay:
-    """A way to a server on which the next COMMIT, or its answer, is lost."""
+    """A proxy in front of a server that loses the next COMMIT or its answer."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         self.loses: str | None = None
-        self.is_silent = False  # it accepts, and passes nothing on
+        self.is_silent = False  # it accepts connections and forwards nothing
         self._ends: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -335,7 +335,7 @@ async def test_a_server_that_accepts_and_never_answers_is_away(
 
 
 class SilentHome:
-    """A home on a host of which nothing is heard."""
+    """A storage backend on a host that does not respond."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -359,7 +359,7 @@ async def test_an_owner_that_hears_nothing_for_as_long_as_its_lease_is_to_end(
     postgres_server.stop()
     try:
         await asyncio.wait_for(keeping, 60.0)
-        assert asyncio.get_running_loop().time() - began_at >= LEASE_S - 4.0  # of which up to 3 had passed
+        assert asyncio.get_running_loop().time() - began_at >= LEASE_S - 4.0  # up to 3 s of it had passed
     finally:
         postgres_server.start()
     await store.close()

@@ -1,4 +1,4 @@
-"""The real service with its records in PostgreSQL: its coordinator is killed, and the next one has the run."""
+"""The real service with its records in PostgreSQL: when its coordinator is killed, the next takes over the run."""
 
 import asyncio
 import os
@@ -26,13 +26,13 @@ def run_dir(tmp_path: Path, postgres_server: PostgresServer) -> Path:
 
 
 def told(run_dir: Path) -> list[str]:
-    """The places where the password can be read, beside the run's own file for it."""
+    """Return the files, except the run's own store file, in which the password can be read."""
     files = [path for path in run_dir.glob("*") if path.is_file() and path.name != "store"]
     children = psutil.Process().children(recursive=True)
     files += [Path(f"/proc/{child.pid}/{file}") for child in children for file in ("cmdline", "environ")]
     found = []
     for path in files:
-        with suppress(OSError):  # a process that has ended
+        with suppress(OSError):  # the process has ended
             found += [str(path)] if PASSWORD.encode() in path.read_bytes() else []
     assert len(children) > 4
     return found
@@ -55,7 +55,7 @@ async def test_the_next_coordinator_has_the_run_once_the_lease_of_a_killed_one_i
         [(second,)] = postgres_server.execute(number, run_dir.name)
         assert second == first + 1
         assert told(run_dir) == []
-        # One that was shut out ends by itself, and the one that Serve starts in its place takes over again.
+        # A coordinator that lost the run ends, and the one that Serve starts as its replacement takes the run over.
         taken = "UPDATE leases SET number = number + 10, until = clock_timestamp() WHERE name = 'coordinator'"
         postgres_server.execute(taken, run_dir.name)
         async with asyncio.timeout(120.0):

@@ -1,4 +1,4 @@
-"""A service whose records are in PostgreSQL: its start, a server that goes away, and what reads the records."""
+"""A service whose records are in PostgreSQL: its start, an unavailable server, and the readers of its records."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_while_the_server_is_away_nothing_is_accepted_and_what_runs_is_fin
                         assert PASSWORD not in str(refused)
                 async with http.get(f"{url}/health") as answer:
                     assert answer.status == 200
-                await asyncio.sleep(1.0)  # they run, and end
+                await asyncio.sleep(1.0)  # the samples run and finish
             finally:
                 postgres_server.start()
         records = [record async for record in running]
@@ -144,7 +144,7 @@ async def test_a_run_goes_on_from_its_database_alone(
 
 
 async def num_kept(site: ServiceSite, assignment_id: str) -> int:
-    """The turns of a sample that the store has."""
+    """Return the number of turns that the store has of a sample."""
     found = await site.client.workers.kept_turns(assignment_id)
     return sum(isinstance(entry, FinishedTurn) for _, data in found for _, entry in read_entries(data))
 
@@ -182,7 +182,7 @@ KEPT = ("authority", "config.json", "secret")
 
 
 def begun(config: ServiceConfig, run_dir: Path) -> dict[str, str]:
-    """Begin or go on with a run, and return what its directory keeps."""
+    """Start or resume a run, and return the contents of its directory."""
     restore_run(config, run_dir)
     begun_run(config, run_dir)
     return {name: (run_dir / name).read_text() for name in KEPT}
@@ -211,7 +211,7 @@ def test_another_run_of_the_name_of_one_is_refused_and_changes_nothing_of_it(
     name, config = postgres_server.new_name(), config_of(postgres_server, cluster={"tls": "run"})
     here = begun(config, tmp_path / "here" / name)
     other = tmp_path / "other" / name
-    begun_run(simulated_config(cluster={"tls": "run"}), other)  # the records that it has are not there
+    begun_run(simulated_config(cluster={"tls": "run"}), other)  # its records are not in this backend
     with pytest.raises(InvalidRequest, match="belongs to another run"):
         begun(config, other)
     assert begun(config, tmp_path / "there" / name) == here

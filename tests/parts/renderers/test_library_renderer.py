@@ -1,4 +1,4 @@
-"""The `renderers` library behind our ports, against the families' templates: equal ids, or a named difference."""
+"""The `renderers` library behind our ports, compared with the families' templates: equal or listed differences."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ APPENDED: tuple[tuple[list[Message], Sequence[Mapping[str, Any]]], ...] = (
 
 
 class Pair:
-    """One family's two renderers."""
+    """The two renderers of one family."""
 
     def __init__(self, folder: Path, family: str) -> None:
         self.library_name, kwargs, self.different = FAMILIES[family]
@@ -128,7 +128,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 
 def ids_of(renderer: Any, name: str) -> list[int] | None:
-    """The ids of a conversation; None if it is refused."""
+    """Return the ids of a conversation, or None if it is refused."""
     messages, tools = CONVERSATIONS[name]
     try:
         return list(renderer.render(messages, tools))

@@ -1,7 +1,7 @@
-"""The real SGLang engine's case with the shipped policy: on the GPU if there is one, else on CPU.
+"""The engine case of the real SGLang with the shipped policy: on the GPU if there is one, else on CPU.
 
-float32 where it can be, as the suite compares greedy tokens across prefill and decode. On CUDA, SGLang's kernels
-take no float32, and bfloat16 may differ in ties.
+float32 where possible, because the suite compares greedy tokens across prefill and decode. On CUDA, SGLang's
+kernels do not support float32, and bfloat16 may differ in ties.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TEMPORARY: list[Path] = []
 
 
 def sglang_config(**changed: object) -> SglangConfig:
-    """A small engine with the shipped policy."""
+    """Return the config of a small engine with the shipped policy."""
     fields: dict[str, object] = {
         "model": str(POLICY / "v0"),
         "initial_version": 0,
@@ -35,7 +35,7 @@ def sglang_config(**changed: object) -> SglangConfig:
         "max_num_seqs": 64,
         "block_size": 16,
         "kv_cache_memory_bytes": 128 * 2**20,
-        "gpu_memory_utilization": 0.1,  # others may be on the GPU
+        "gpu_memory_utilization": 0.1,  # other processes may use the GPU
         "tensor_parallel_size": NUM_SHARDS,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "enforce_eager": True,

@@ -1,4 +1,4 @@
-"""The sampler that runs in SGLang's schedulers against `SamplingParams` as the reference has it, without SGLang."""
+"""The sampler that runs in SGLang's schedulers, compared with the `SamplingParams` reference, without SGLang."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SAMPLINGS = {
 
 
 def sample(sampler: BatchSampler, logits: torch.Tensor, rows: Sequence[Row], constrain: Any = None) -> SampledBatch:
-    """One step."""
+    """Run one sampling step."""
     sampler.begin(rows)
     return sampler.sample(logits.clone(), constrain)
 
@@ -66,7 +66,7 @@ def expected(sampling: SamplingParams, logits: torch.Tensor, reply: Sequence[int
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_one_batch_of_all_kinds_is_what_each_row_says(name: str) -> None:
-    """The row under test stands among all the others: no row's parameters reach another."""
+    """The row under test is batched with all the others: no row's parameters affect another."""
     sampler, rows = BatchSampler(LogprobsMode.BOTH), [row(sampling) for sampling in SAMPLINGS.values()]
     place, sampling = list(SAMPLINGS).index(name), replace(SAMPLINGS[name], num_top_logprobs=3)
     rows[place] = row(sampling)
@@ -103,7 +103,7 @@ def test_tokens_come_as_often_as_their_logprobs_say(name: str) -> None:
 
 
 def test_ids_of_every_block_come_as_often_as_their_logprobs_say() -> None:
-    """A vocabulary of two whole blocks and a part of one, with ids of no share at the blocks' edges."""
+    """A vocabulary of two full blocks and a partial one, with ids of zero probability at the blocks' edges."""
     size, num_draws = 2 * 512 + 276, 20_000
     edges = [0, 511, 512, 1023, 1024, size - 1]
     torch.manual_seed(6)
@@ -133,7 +133,7 @@ def test_a_seeded_row_draws_the_same_wherever_it_stands() -> None:
 
 
 def test_a_row_that_is_prefilled_again_goes_on_from_its_reply() -> None:
-    """What was sampled and then dropped is forgotten: the reply is what the scheduler has."""
+    """Tokens that were sampled and then dropped are forgotten: the scheduler's output is the reply."""
     sampling = SAMPLINGS["everything"]
     torch.manual_seed(3)
     steps = [torch.randn(SIZE) for _ in range(4)]

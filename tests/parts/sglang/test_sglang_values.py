@@ -1,4 +1,4 @@
-"""What the adapter makes of SGLang's outputs, events and counters; shapes as SGLang 0.5.17 gives them."""
+"""Conversion of SGLang's outputs, events and counters; shapes as in SGLang 0.5.17."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STOP = {"type": "stop", "matched": 2}
 
 
 def output(ids: list[int], finish: dict[str, Any] | None = None, tops: list[Any] | None = None) -> dict[str, Any]:
-    """One output of the tokenizer manager: its lists are of all tokens so far, streamed or not."""
+    """One output of the tokenizer manager: its lists contain all tokens so far, streamed or not."""
     facts = {
         "id": REQUEST.request_id,
         "finish_reason": finish,
@@ -58,7 +58,7 @@ def test_pieces_of_a_stream_are_cut_from_the_growing_list() -> None:
     for number in (6, 7):
         values.add_output(sampled, output(ids), 0)
         values.stamp(sampled, [(0, 0)])
-        ids.append(number)  # by reference: SGLang appends to the list that it gave out
+        ids.append(number)  # SGLang appends to the list that it returned
     values.add_output(sampled, output(ids, STOP), 0)
     values.add_output(sampled, output(ids, STOP), 0)
     values.stamp(sampled, [(0, 0)])
@@ -123,7 +123,7 @@ def test_ends_that_are_answers() -> None:
 
 
 def test_errors_of_sglang_become_ours() -> None:
-    class HTTPException(Exception):  # as FastAPI's
+    class HTTPException(Exception):  # like FastAPI's class
         status_code, detail = 503, "The request queue is full."
 
     assert isinstance(values.translate(ValueError("Duplicate request ID")), InvalidRequest)
@@ -142,14 +142,14 @@ def spans(starts: list[tuple[int, int]], num_tokens: int) -> tuple[WeightVersion
 def test_spans_from_the_counts_of_commits() -> None:
     starts = [(3, 0)]
     values.start_version(starts, 4, 5)
-    values.start_version(starts, 5, 5)  # nothing was sampled under 4
+    values.start_version(starts, 5, 5)  # nothing was sampled under version 4
     values.start_version(starts, 6, 9)
     assert spans(starts, 12) == (
         WeightVersionSpan(3, 0, 5),
         WeightVersionSpan(5, 5, 9),
         WeightVersionSpan(6, 9, 12),
     )
-    # A report may lag behind a commit: what it has is older.
+    # A report may be older than a commit: its counts are older.
     assert spans(starts, 4) == (WeightVersionSpan(3, 0, 4),)
     unbegun = [(3, 0)]
     values.start_version(unbegun, 4, 0)
@@ -188,7 +188,7 @@ def test_the_arguments(tmp_path: Path) -> None:
     assert "enable_priority_scheduling" not in arguments
     by_priority = server_arguments(config(tmp_path, scheduling_policy="priority"))
     assert by_priority["enable_priority_scheduling"]
-    assert by_priority["schedule_low_priority_values_first"]  # as vLLM has it
+    assert by_priority["schedule_low_priority_values_first"]  # like vLLM
     assert server_arguments(config(tmp_path, can_sleep=True))["enable_memory_saver"]
     assert server_arguments(config(tmp_path, batch_invariant=True))["enable_deterministic_inference"]
     spread = server_arguments(config(tmp_path, tensor_parallel_size=2, expert_parallel=True))

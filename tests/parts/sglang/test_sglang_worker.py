@@ -1,8 +1,8 @@
 """Our calls inside SGLang's scheduler, on a scheduler with the same control flow, and a model with fused layers.
 
-`Loop` has SGLang 0.5.17's overlapped loop, pauses and flush as far as the calls meet them, and `NewLoop` those of
-0.5.23; the real ones run in `tests/gpu/sglang_scheduler.py`. Where SGLang is not installed, the request types that
-it is given are named here.
+`Loop` reproduces the parts of SGLang 0.5.17's overlapped loop, pauses and flush that the calls use, and `NewLoop`
+those of 0.5.23; the real ones run in `tests/gpu/sglang_scheduler.py`. If SGLang is not installed, stand-ins define
+the request types that the calls pass to it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RpcOutput:
 
 @pytest.fixture(autouse=True, params=["0.5.17", "0.5.23"])
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The names that the calls import of an SGLang version, and no others."""
+    """Install exactly the names that the calls import from an SGLang version."""
 
     def load(model: Any, weights: Any, device: torch.device) -> None:
         model.load_weights(weights)
@@ -140,7 +140,7 @@ class Batch:
 
 
 class Cache:
-    """Who holds KV."""
+    """A cache that lists the holders of KV."""
 
     def __init__(self) -> None:
         self.holders: set[str] = set()
@@ -153,7 +153,7 @@ class Cache:
 
 
 class Loop:
-    """SGLang's loop: a batch is launched before the results of the one before are processed."""
+    """SGLang's loop: a batch is launched before the results of the previous one are processed."""
 
     new_req = Req
 
@@ -235,7 +235,7 @@ class Loop:
 
 
 class NewLoop(Loop):
-    """The loop whose steps leave requests out that the result under way ends."""
+    """The loop whose steps omit requests that the pending result ends."""
 
     new_req = NewReq
 
@@ -248,7 +248,7 @@ class NewLoop(Loop):
 
 
 class FusedModel(torch.nn.Module):
-    """A decoder's layer as SGLang keeps it: fused projections, and an output head that is the embedding."""
+    """A decoder layer as SGLang stores it: fused projections, and an output head that shares the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,12 +268,12 @@ class FusedModel(torch.nn.Module):
                     parameter.data.narrow(0, shard * HIDDEN, HIDDEN).copy_(tensor)
                     break
             else:
-                if name in parameters:  # a tied head may be stored too
+                if name in parameters:  # a tied head may also be stored
                     parameters[name].data.copy_(tensor)
 
 
 class Calls(SchedulerExtension):
-    """As `run_scheduler` makes it, before a loop, on one rank."""
+    """The calls as `run_scheduler` makes them, before a loop, on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ def test_a_pause_takes_in_the_result_that_is_under_way_once(scheduler: Scheduler
     assert (len(first.output_ids), len(scheduler.result_queue)) == (2, 1)
     assert scheduler.counts().num_output_ids == {"a": 3, "b": 3}
     assert scheduler.counts().num_output_ids == {"a": 3, "b": 3}  # idempotent
-    assert scheduler.cur_batch_for_debug is None  # or SGLang's watchdog would end a long pause
+    assert scheduler.cur_batch_for_debug is None  # otherwise SGLang's watchdog would end a long pause
     run(scheduler, 5)
     assert len(first.output_ids) == 3
     scheduler.ask("requests_resume")
@@ -392,12 +392,12 @@ def test_what_is_no_call_and_what_fails_is_answered(scheduler: Scheduler) -> Non
     with pytest.raises(RuntimeError, match="unknown scheduler call '__init__'"):
         scheduler.ask("__init__")
     with pytest.raises(RuntimeError, match="AttributeError"):
-        scheduler.ask("weights_poll", 1)  # before it was prepared
+        scheduler.ask("weights_poll", 1)  # before it is prepared
     assert not scheduler.handle_rpc_request(SimpleNamespace(method=CALL, parameters={})).success
     assert scheduler.handle_rpc_request(SimpleNamespace(method="save_remote_model")) == "SGLang's own"
 
 
-# --- weights -----------------------------------------------------------------------------------------------
+# Weights
 
 
 def checkpoint(folder: Path, seed: int, **changed: torch.Tensor) -> CheckedFolder:
@@ -435,7 +435,7 @@ def test_fused_layers_are_staged_and_swapped(scheduler: Scheduler, tmp_path: Pat
     prepared(scheduler, checkpoint(tmp_path / "v0", 0) if has_loaded else None)
     address = scheduler.module.qkv_proj.weight.data_ptr()
     for number in (1, 2):
-        with torch.inference_mode():  # as in SGLang's loop
+        with torch.inference_mode():  # as SGLang's loop runs
             progress = stage(scheduler, number, checkpoint(tmp_path / f"v{number}", number))
             assert progress.report is not None
             scheduler.counts()
@@ -469,7 +469,7 @@ def test_nan_in_a_fused_part_or_a_tied_head_is_refused(scheduler: Scheduler, tmp
 
 
 class Fp8LinearMethod:
-    """Of a quantised layer."""
+    """The method of a quantized layer."""
 
 
 def test_quantised_layers_are_not_loaded_twice(scheduler: Scheduler, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of an SGLang replica, and what its start does before SGLang is imported."""
+"""The configuration of an SGLang replica, and the steps of its start before SGLang is imported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_start_refuses_other_versions_by_name(
     monkeypatch: pytest.MonkeyPatch, version: str, is_allowed: bool, hint: str
 ) -> None:
     install(monkeypatch, "sglang", version)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # which a start fills
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # a start fills it
     process = SglangProcess(SglangConfig("/none", 0, allow_untested=is_allowed))
     tested = r"the adapter is tested with 0\.5\.17 and 0\.5\.23"
     with pytest.raises(EngineError, match=f"^sglang {re.escape(version)}: {tested}{hint}"):
@@ -52,5 +52,5 @@ def test_sglang_is_joined_by_a_trainer_whose_environment_says_nothing(monkeypatc
     theirs = settings()
     monkeypatch.setattr(os, "environ", dict(os.environ))
     prepare_environment(SglangConfig(str(POLICY / "v0"), 0))
-    assert os.environ["NCCL_CUMEM_ENABLE"]  # SGLang sets it where it finds nothing
+    assert os.environ["NCCL_CUMEM_ENABLE"]  # SGLang sets it if it is unset
     check_settings(theirs)

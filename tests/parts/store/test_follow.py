@@ -1,4 +1,4 @@
-"""A service that follows a store of versions: real bytes by HTTP and files, simulated engines."""
+"""A service that follows a store of versions: real bytes over HTTP and files, simulated engines."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_versions_are_followed_and_a_service_that_begins_anew_takes_the_la
     train(weights, rng)
     async with RolloutClient("http://127.0.0.1:1") as alone:
         await publish(alone, tmp_path, weights, 4)  # the service polls
-    shutil.rmtree(made)  # as on a new host
+    shutil.rmtree(made)  # like a new host
     async with whole_service(config, tmp_path / "run") as url, RolloutClient(url) as client:
         await until(client, is_at(4))
         assert held(made / "weight_v000004") == bytes_of(weights)
@@ -103,7 +103,7 @@ async def test_versions_are_followed_and_a_service_that_begins_anew_takes_the_la
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[tuple[RolloutClient, Tensors]]:
-    """A service at version 2 of a run."""
+    """Return a service at version 2 of a run."""
     weights, rng = policy(), np.random.default_rng(2)
     async with whole_service(following(tmp_path), tmp_path / "run") as url, RolloutClient(url) as client:
         for version in (1, 2):
@@ -147,7 +147,7 @@ async def test_the_fleet_serves_on_whatever_the_store_has_and_why_says_it(
     for path in (run / "weight_v000003").glob("*.safetensors"):
         _flip(path)
     train(weights, np.random.default_rng(4))
-    await publish(client, tmp_path, weights, 4)  # both have 3, and do not read it again
+    await publish(client, tmp_path, weights, 4)  # both have version 3 and do not read it again
     await until(client, is_at(4))
     assert held(tmp_path / "run" / "weights" / "weight_v000004") == bytes_of(weights)
 
@@ -186,7 +186,7 @@ async def _command(*arguments: str) -> str:
 
 
 async def test_versions_are_pulled_to_each_host_and_served_from_there(tmp_path: Path) -> None:
-    """As slime publishes on disk: deltas alone, to the model as version 0. A fault leaves what was pulled last."""
+    """slime's publishing on disk: deltas only; the model is version 0. After a fault the last version remains."""
     config = simulated_config(mode="standalone", weight_roots=[str(tmp_path / "root")])
     root, local = tmp_path / "root", tmp_path / "root" / "local"
     (tmp_path / "run").mkdir()
@@ -209,7 +209,7 @@ async def test_versions_are_pulled_to_each_host_and_served_from_there(tmp_path: 
             assert (failed["success"], failed["message"]) == (False, failed["error"]["message"])
             assert (failed["error"]["code"], failed["error"]["param"]) == (code, param)
 
-        link, served = {**asked, "local_checkpoint_dir": f"{local}/"}, 0  # as a folder is written too
+        link, served = {**asked, "local_checkpoint_dir": f"{local}/"}, 0  # written with a trailing slash
         for version in (0, 1, 2, 3, 1, 3):
             before = local.resolve() if local.exists() else root
             assert (await answer(200, "/pull_weights", {**link, "target_version": version}))["success"]

@@ -1,4 +1,4 @@
-"""A hundred versions through a store while what reads it, what writes it and the store itself go away."""
+"""A hundred versions through a store while readers, the writer and the store itself are killed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ publisher(Path(sys.argv[1])).publish(given({name: saved[name] for name in saved.
 
 
 def tiny_policy() -> Tensors:
-    """The shipped policy's tensors, as the bits of bf16 or the halves of float32."""
+    """Return the shipped policy's tensors, as the bits of bf16 or the halves of float32."""
     return {name: np.frombuffer(data, np.uint16).copy() for name, data in held(TINY).items()}
 
 
 def publish_and_kill(tmp_path: Path, weights: Tensors, version: int, delay_s: float) -> bool:
-    """Begin to publish in a process that is killed; true if the version is published all the same."""
+    """Start to publish in a process that is killed. Return True if the version was published all the same."""
     np.savez(tmp_path / "trained.npz", **weights)
     arguments = [str(tmp_path), str(tmp_path / "trained.npz"), str(version)]
     with subprocess.Popen(
@@ -69,7 +69,7 @@ async def follow_through(tmp_path: Path, num_versions: int, kill_every: int) -> 
             train(weights, rng)
             turn = version % kill_every
             is_published = False
-            if turn == 1:  # the publisher, in the middle
+            if turn == 1:  # the publisher is killed during a publish
                 is_published = await asyncio.to_thread(
                     publish_and_kill, tmp_path, weights, version, float(moments.uniform(0, 0.08))
                 )
@@ -77,10 +77,10 @@ async def follow_through(tmp_path: Path, num_versions: int, kill_every: int) -> 
             if not is_published:
                 report = await asyncio.to_thread(publishing.publish, given(weights), version)
             stored, full = stored + report.num_bytes, full + report.num_full_bytes
-            if turn == 2:  # a replica, while it reads
+            if turn == 2:  # a replica is killed while it reads
                 await asyncio.sleep(float(moments.uniform(0, 0.1)))
                 os.kill(deployed("EngineReplica")[0], signal.SIGKILL)
-            if turn == 3:  # the store
+            if turn == 3:  # the store is killed
                 os.rename(tmp_path / "store", tmp_path / "away")
                 await asyncio.sleep(0.5)
                 os.rename(tmp_path / "away", tmp_path / "store")

@@ -1,4 +1,4 @@
-"""Versions through a store: byte for byte over every format, each fault its own error, and kills anywhere."""
+"""Versions through a store: byte for byte in every format, an error for each fault, and kills at any point."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_ours_is_read_back_byte_for_byte_and_a_late_host_takes_the_full_version_
     for version in range(7):
         train(weights, rng)
         reports.append(publishing.publish(given(weights), version))
-        if version in (1, 2, 4, 6):  # 4 is full; 3 and 5 are passed over
+        if version in (1, 2, 4, 6):  # 4 is full; 3 and 5 are skipped
             folder = follower.folder(store_in(tmp_path), version)
             assert held(folder) == bytes_of(weights)
             inspect_checkpoint(str(folder))
@@ -117,7 +117,8 @@ def test_a_publisher_that_begins_anew_goes_on_with_deltas_to_what_the_store_has(
         train(weights, rng)
         report = publisher(tmp_path, cache=None).publish(given(weights), version)
         assert report.base_version == (version - 1 if version else None)
-        (cache,) = (tmp_path / "user" / "agentloop" / "publish").iterdir()  # one for all publishers of the run
+        # one cache for all publishers of the run
+        (cache,) = (tmp_path / "user" / "agentloop" / "publish").iterdir()
         assert held(cache / f"weight_v{version:06d}") == bytes_of(weights)
         if version == 1:
             shutil.rmtree(cache)
@@ -127,7 +128,7 @@ def test_a_publisher_that_begins_anew_goes_on_with_deltas_to_what_the_store_has(
 
 def test_a_folder_is_published_and_one_run_does_not_take_another_for_its_own(tmp_path: Path) -> None:
     first, second = policy(1), policy(2)
-    (tmp_path / "cache" / "weight_v000001.bak").mkdir(parents=True)  # somebody's
+    (tmp_path / "cache" / "weight_v000001.bak").mkdir(parents=True)  # not one of the store's folders
     publisher(tmp_path).publish(given(first), 1)
     assert "weight_v000001.bak" in names_in(tmp_path / "cache")
     made = LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1)
@@ -140,7 +141,7 @@ def test_a_folder_is_published_and_one_run_does_not_take_another_for_its_own(tmp
     assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 2)) == bytes_of(second)
 
 
-# --- faults ---
+# Faults
 
 
 def _edited(path: Path, change: Callable[[dict[str, dict[str, object]]], object]) -> None:
@@ -164,13 +165,13 @@ def _file(folder: Path) -> Path:
 
 
 def _swap_base(folder: Path) -> None:
-    """Another version 1, as well-formed as the one that 2 is a delta to."""
+    """Publish another version 1, as valid as the one that delta 2 is based on."""
     _edited(folder.parent / "weight_v000001" / INDEX, lambda index: index["metadata"].update(content="other"))
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], type[AgentLoopError]]] = {
     "torn file": (lambda folder: _cut(_file(folder)), VersionDamaged),
-    "flipped bit": (lambda folder: _flip(_file(folder)), CheckpointUnreadable),  # in the frame, or its checksum
+    "flipped bit": (lambda folder: _flip(_file(folder)), CheckpointUnreadable),  # in the frame or its checksum
     "torn index": (lambda folder: _cut(folder / INDEX), VersionDamaged),
     "no file": (lambda folder: _file(folder).unlink(), VersionMissing),
     "no index": (lambda folder: (folder / INDEX).unlink(), VersionMissing),
@@ -294,7 +295,7 @@ def test_a_host_without_room_says_so(tmp_path: Path) -> None:
 
 
 def test_a_file_has_its_name_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that loses power before then leaves no file, pointer or index that a reader would take."""
+    """If a host loses power before that, no reader finds an incomplete file, pointer or index."""
     published = publisher(tmp_path)
     published.publish(given(policy()), 1)
 
@@ -318,7 +319,7 @@ def test_work_that_is_given_up_ends_and_leaves_nothing(tmp_path: Path) -> None:
     assert names_in(tmp_path / "host") == ["lock"]
 
 
-# --- kills ---
+# Kills
 
 STEPS = """
 import sys
@@ -374,7 +375,7 @@ def test_whatever_is_killed_the_next_start_goes_on(tmp_path: Path) -> None:
         assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), version)) == bytes_of(weights)
 
 
-# --- copies of a host ---
+# A host's copies
 
 
 def _flip_tensor(folder: Path, name: str, *, keeps_mtime: bool = False) -> None:
@@ -390,13 +391,13 @@ def _flip_tensor(folder: Path, name: str, *, keeps_mtime: bool = False) -> None:
 
 
 def _hide(folder: Path) -> None:
-    """Give a version's files the stamps that they have now, as if the disk had changed behind them."""
+    """Make the recorded stamps of a version's files current, as if the disk had changed without a trace."""
     content = json.loads((folder / CONTENT).read_text())
     (folder / CONTENT).write_text(json.dumps({**content, "stamps": folder_stamps(str(folder))}))
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
-@pytest.mark.parametrize("name", ["layer.0", "layer.2"])  # no delta names the first
+@pytest.mark.parametrize("name", ["layer.0", "layer.2"])  # no delta contains the first one
 @pytest.mark.parametrize("damaged", [1, 2])
 def test_a_flipped_byte_in_a_hosts_copy_is_found_and_the_copy_is_made_again(
     tmp_path: Path, damaged: int, name: str, is_hidden: bool
@@ -468,7 +469,7 @@ def test_a_tensor_without_a_checksum_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["same", "inside", "link", "others' folders", "a version"])
 async def test_a_pull_deletes_nothing_that_it_has_not_made(tmp_path: Path, place: str) -> None:
-    """X = `local_checkpoint_dir`; versions are kept in X.versions."""
+    """X is `local_checkpoint_dir`; versions are stored in X.versions."""
     source = tmp_path / "X.versions"
     publishing = VersionPublisher(PublishOptions(str(tmp_path), source.name, cache=str(tmp_path / "cache")))
     for version in (1, 2, 3):
@@ -483,7 +484,7 @@ async def test_a_pull_deletes_nothing_that_it_has_not_made(tmp_path: Path, place
     }[place]
     if place == "link":
         (tmp_path / "Y.versions").symlink_to(source)
-    if place == "others' folders":  # a version's folder that is not ours
+    if place == "others' folders":  # a version folder that is not ours
         (tmp_path / "Z.versions").mkdir()
         (tmp_path / "Z.versions" / "weight_v000001").symlink_to(source / "weight_v000001")
         shutil.copytree(source / "weight_v000002", tmp_path / "Z.versions" / "weight_v000002")

@@ -1,7 +1,7 @@
-"""A provider that speaks E2B's API, for its adapter: one server is the API and that of each sandbox.
+"""A fake E2B provider for the adapter: one server implements the E2B API and the API of each sandbox.
 
-As the SDK e2b 2.63 speaks it: its `Sandbox.create`, `commands.run`, `files.read`, `files.write` and `kill` run
-against it. The sandboxes are bubblewrap's.
+It implements the protocol of the SDK e2b 2.63: `Sandbox.create`, `commands.run`, `files.read`, `files.write` and
+`kill` run against it. The sandboxes are bubblewrap's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMITS = replace(DEFAULT_LIMITS, run_s=30.0, max_output_bytes=64 << 20)
 
 
 class FakeE2B:
-    """The provider; `made` are the bodies of requests for sandboxes, `open` the sandboxes by their ids."""
+    """The provider. `made` has the bodies of requests for sandboxes, `open` the sandboxes by id."""
 
     def __init__(self) -> None:
         self.made: list[dict] = []
@@ -32,7 +32,7 @@ class FakeE2B:
         self._sandboxes = Bubblewrap()
         self.app = FastAPI()
         self.app.post("/sandboxes", status_code=201)(self.create)
-        self.app.post("/v2/sandboxes", status_code=201)(self.create)  # the SDK's
+        self.app.post("/v2/sandboxes", status_code=201)(self.create)  # routes that the SDK calls
         self.app.delete("/sandboxes/{name}", status_code=204)(self.delete)
         self.app.get("/health", status_code=204)(self.health)
         self.app.post("/process.Process/Start")(self.start)
@@ -81,7 +81,7 @@ class FakeE2B:
             if "kill -9 -1" in program.get("args", []):
                 await sandbox.kill()
                 yield framed({"event": {"end": {"exitCode": -1, "status": "signal: killed"}}})
-            elif user == "root:":  # all that root is asked for is there
+            elif user == "root:":  # everything that the adapter requests as root exists already
                 yield framed({"event": {"end": {"exited": True, "status": "exit status 0"}}})
             else:
                 ran = await sandbox.run([program["cmd"], *program.get("args", [])], LIMITS)
@@ -109,6 +109,6 @@ class FakeE2B:
 
 
 def framed(message: dict, flags: int = 0) -> bytes:
-    """A message of Connect's streaming protocol."""
+    """Return a message of Connect's streaming protocol."""
     data = json.dumps(message).encode()
     return bytes([flags]) + len(data).to_bytes(4, "big") + data

@@ -1,6 +1,6 @@
-"""A cluster with agent-sandbox, for its adapter: claims to a warm pool, and `exec` in their pods.
+"""A fake cluster with agent-sandbox for the adapter: claims on a warm pool, and `exec` in their pods.
 
-The claims are those of `extensions.agents.x-k8s.io/v1beta1`, `exec` speaks `v4.channel.k8s.io`. The pods are
+The claims are `extensions.agents.x-k8s.io/v1beta1` objects, and `exec` uses `v4.channel.k8s.io`. The pods are
 bubblewrap's sandboxes.
 """
 
@@ -24,7 +24,7 @@ EXEC = "v4.channel.k8s.io"
 
 
 class FakeCluster:
-    """The API server; `claims` are those that are not deleted, `made` the specs of all."""
+    """The API server. `claims` has the claims that are not deleted, `made` the specs of all claims."""
 
     def __init__(self, folder: Path) -> None:
         self.account = folder
@@ -59,7 +59,7 @@ class FakeCluster:
         status: dict = {"conditions": [condition]}
         if pool != POOL:
             condition |= {"reason": "WarmPoolNotFound", "message": f"no warm pool {pool}"}
-        elif name in self._asked:  # at the second look
+        elif name in self._asked:  # ready at the second poll
             condition |= {"status": "True", "reason": "DependenciesReady", "message": ""}
             status["sandbox"] = {"name": f"pod-of-{name}"}
         self._asked.add(name)
@@ -90,7 +90,7 @@ class FakeCluster:
         if program[-1] == "kill -9 -1":
             await sandbox.kill()
             code = 137
-        elif program[0] == "mkdir":  # it is there
+        elif program[0] == "mkdir":  # the folder exists
             code = 0
         else:
             ran = await sandbox.run(program, LIMITS, given)

@@ -1,4 +1,4 @@
-"""The calculator: exact values, one-line errors, and nothing but arithmetic, however hostile the text."""
+"""The calculator: exact values, one-line errors, and nothing but arithmetic, even for hostile texts."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_is_no_arithmetic_is_refused_in_one_short_line(expression: str) -> 
     message = str(caught.value)
     assert message.startswith("not an arithmetic expression: ")
     assert "\n" not in message
-    message.encode()  # valid UTF-8, whatever came in
+    message.encode()  # valid UTF-8 for any input
 
 
 def test_a_long_sum_within_the_length_limit_works() -> None:

@@ -1,7 +1,7 @@
-"""A hundred attempts to get out of a bubblewrap sandbox, or to take more than its limits; none may succeed.
+"""A hundred attempts to escape from a bubblewrap sandbox or to exceed its limits; all must fail.
 
-An attempt prints `OUT` where it has got what it wanted. Each is tried from a command of a session, in the
-background of which an earlier one runs on: there a sandbox that lives longer than a command could be weaker.
+An attempt prints `OUT` if it succeeds. Each runs as a command of a session in which an earlier command still runs
+in the background, because a sandbox that outlives a command might be weaker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def python(code: str) -> str:
 
 
 def reads(*paths: str) -> dict[str, str]:
-    """Attempts to read what no sandbox has."""
+    """Return attempts to read files that are not in the sandbox."""
     return {f"read {path}": f'[ -n "$(cat {path} 2>/dev/null | head -c 1)" ] && echo OUT' for path in paths}
 
 
@@ -40,7 +40,7 @@ def writes(*paths: str) -> dict[str, str]:
 
 
 def libc(name: str, call: str) -> dict[str, str]:
-    """A call of the kernel or of libc that must fail."""
+    """Return a kernel or libc call that must fail."""
     code = f'import ctypes; c = ctypes.CDLL(None, use_errno=True); print("OUT" if {call} >= 0 else "refused")'
     return {name: python(code)}
 
@@ -183,7 +183,7 @@ def test_there_are_a_hundred() -> None:
 
 @pytest.fixture
 async def host(monkeypatch) -> AsyncIterator[dict[str, object]]:
-    """What an attempt may look for on this host."""
+    """Return the host resources that an attempt may search for."""
     monkeypatch.setenv("AGENTLOOP_ADMIN_KEY", SECRET)
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     with socket.socket(socket.AF_UNIX) as abstract, tempfile.NamedTemporaryFile() as file:

@@ -32,7 +32,7 @@ def call(name: str, **arguments: object) -> ToolCall:
 
 @asynccontextmanager
 async def opened(server: McpTools, trajectory_id: str = "t", toolbox: Toolbox | None = None):
-    """One trajectory's tools of a server."""
+    """Open a server's tools for one trajectory."""
     box = toolbox or Toolbox(server.tools())
     scope = box.open(NAMES, trajectory_id, 0)
     try:
@@ -75,7 +75,7 @@ def serving(port: int) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """The port of a server that lives as long as this module's tests."""
+    """The port of a server that runs as long as this module's tests."""
     number = free_port()
     process = serving(number)
     yield number
@@ -98,7 +98,7 @@ async def test_a_server_is_listed_and_called(transport: str, port: int, tmp_path
         assert "valid integer" in wrong.content
         shown = await answer(scope, "picture")
         assert shown.content == "a dot:\n[image image/png is not shown: a tool's answer is text]"
-        if transport == "stdio":  # what only reads is asked again of the server's next process
+        if transport == "stdio":  # a read-only call is retried on the server's next process
             assert (await answer(scope, "die_once", path=str(tmp_path / "died"))).content == "lived"
             with pytest.raises(ToolLost, match="closed the connection during a call"):
                 await answer(scope, "die")
@@ -163,7 +163,7 @@ async def test_a_server_that_went_away_is_found_again_and_one_that_stays_away_is
             process = serving(number)
             try:
                 again = await answer(scope, "add", a=1, b=1)
-            except ToolLost:  # it was noticed in the call, which is not to be repeated
+            except ToolLost:  # the loss was noticed in the call, which must not be repeated
                 again = await answer_in_a_new_scope(server)
             assert again.content == "2"
             process.kill()
@@ -208,7 +208,7 @@ async def test_a_configuration_names_it_like_a_tool_and_a_tool_it_does_not_have_
 
 
 def failed(code: int, message: str, call_id: object = None):
-    """The body of a JSON-RPC error; its id is the call's unless another one is given."""
+    """Return the body of a JSON-RPC error. Its id is the call's id unless another one is given."""
     return lambda own: json.dumps(
         {"jsonrpc": "2.0", "id": own if call_id is None else call_id, "error": {"code": code, "message": message}}
     )
@@ -254,7 +254,7 @@ async def test_a_failed_exchange_is_repeated_or_ends_the_trajectory_and_is_never
             if (reply in REFUSED or is_read_only) and (is_shared or not is_forgotten):
                 try:
                     assert await session.call({}) == "rain"
-                except ToolLost:  # a broken stream ends the session, and an own one is not made again
+                except ToolLost:  # a broken stream ends the session, and a session with state is not opened again
                     assert reply is NO_ANSWER[-1]
                     assert not is_shared
                 else:

@@ -1,4 +1,4 @@
-"""The `python` tool: answers, state, limits, and that nothing of the host can be reached from inside."""
+"""The `python` tool: answers, state, limits, and isolation from the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.fleet.worker import task
 
 TOO_MUCH = "MemoryError: more than 32 MiB of memory or 256 KiB of output"
 TOO_LONG = "TimeoutError: ran longer than 0.5 s"
-MAX_TEST_S = 200.0  # of what takes a second where cores are free
+MAX_TEST_S = 200.0  # for work that takes a second on idle cores
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ async def python() -> AsyncIterator[PythonTool]:
 
 @pytest.fixture(scope="module")
 async def patient() -> AsyncIterator[PythonTool]:
-    """Where the time limit is never the first to be reached, however busy the cores are."""
+    """A Python tool whose time limit is never reached before the others, even on busy cores."""
     tool = PythonTool(num_workers=1, max_run_s=MAX_TEST_S)
     yield tool
     await tool.close()
@@ -82,7 +82,7 @@ def test_every_shipped_tool_loads_under_its_name() -> None:
     assert [tool.spec.name for tool in load_tools(list(registered), registered)] == list(registered)
 
 
-# --- answers ----------------------------------------------------------------------------------------------
+# Answers
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_code_that_computes_no_value_is_left_as_it_is() -> None:
         assert with_value_printed(code, "M") == code
 
 
-# --- state ------------------------------------------------------------------------------------------------
+# State
 
 
 async def test_variables_live_from_call_to_call_in_one_trajectory_only(python: PythonTool) -> None:
@@ -230,11 +230,11 @@ async def test_the_seed_and_a_still_clock_make_calls_reproducible(python: Python
 
     first, again, other = await draws(7), await draws(7), await draws(8)
     assert first == again
-    assert first[0] != first[1]  # the generator goes on, it does not start again
+    assert first[0] != first[1]  # the generator continues and does not restart
     assert first != other
 
 
-# --- limits -----------------------------------------------------------------------------------------------
+# Limits
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ async def test_the_seed_and_a_still_clock_make_calls_reproducible(python: Python
         ("sum(range(10 ** 9))", TOO_LONG),
         ("import math\nmath.factorial(10 ** 6)", TOO_LONG),
         ("class R:\n    def __repr__(self):\n        while True: pass\nR()", TOO_LONG),
-        ("while True: print('x' * 1000)", TOO_MUCH),  # which is seen at its end
+        ("while True: print('x' * 1000)", TOO_MUCH),  # the size is checked when the command ends
     ],
 )
 async def test_code_that_does_not_end_is_stopped_and_the_next_call_works(
@@ -267,7 +267,7 @@ async def test_code_that_does_not_end_is_stopped_and_the_next_call_works(
         ("[0] * 10 ** 7", TOO_MUCH),
         ("'%s' % ('a' * 10 ** 9)", TOO_MUCH),
         ("print('x' * 10 ** 6)", TOO_MUCH),
-        # Small values that expand without end when they are converted or printed:
+        # Small values that expand without limit when they are converted or printed:
         ("x = 'a' * 10 ** 6\n[x] * 2000", TOO_MUCH),
         ("x = [1] * 10\nfor i in range(8): x = [x] * 10\nx", TOO_MUCH),
         ("def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
@@ -349,7 +349,7 @@ asyncio.run(main())
     assert (done.returncode, done.stdout, done.stderr) == (0, "cancelled\n", "")
 
 
-# --- isolation --------------------------------------------------------------------------------------------
+# Isolation
 
 
 @pytest.mark.parametrize(

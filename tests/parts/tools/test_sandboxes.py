@@ -1,4 +1,4 @@
-"""The Sandboxes port: one contract for each adapter; images; sandboxes that wait, are lost, or left behind."""
+"""The Sandboxes port: one contract for all adapters; images; sandboxes that wait, are lost, or are left behind."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def said(sandbox: Sandbox, command: str) -> str:
 
 
 def running(number: str) -> str:
-    """A command that counts the sleeps of so many seconds."""
+    """Return a command that counts the running sleeps of a given duration."""
     return f"cat /proc/[0-9]*/cmdline 2> /dev/null | tr '\\0' ' ' | grep -c '[s]leep {number} '"
 
 
@@ -116,14 +116,14 @@ def processes() -> str:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that the sandbox's user can reach."""
+    """A folder that the sandbox's user can access."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o711)
     yield folder
     shutil.rmtree(folder)
 
 
-# --- the contract -----------------------------------------------------------------------------------------
+# The contract
 
 
 async def test_commands_share_a_session(sandboxes: Sandboxes) -> None:
@@ -199,11 +199,11 @@ async def test_a_sandbox_that_is_gone_is_lost(sandboxes: Sandboxes) -> None:
         await sandbox.exec("true")
 
 
-# --- images -----------------------------------------------------------------------------------------------
+# Images
 
 
 def oci_layout(folder: Path) -> str:
-    """An image of busybox with a variable, as a registry would give it; its reference."""
+    """Return a busybox image with a variable, in the layout of a registry, and its reference."""
     root = podman_service.rootfs(folder / "root")
     blobs = folder / "oci" / "blobs" / "sha256"
     blobs.mkdir(parents=True)
@@ -281,7 +281,7 @@ async def test_an_image_of_a_registry_is_unpacked_once(open_folder: Path) -> Non
     await sandboxes.close()
 
 
-# --- their life -------------------------------------------------------------------------------------------
+# Lifecycle
 
 
 @isolates
@@ -324,7 +324,7 @@ async def test_a_folder_of_the_host_is_seen_and_a_second_close_closes_nothing_of
         ran = await (await sandboxes.create()).exec(f"ls {corpus} && touch {corpus}/new")
         assert (ran.status, ran.output[:5], os.listdir(corpus)) == (1, b"seen\n", ["seen"])
         await sandboxes.close()
-        others = [os.open(corpus, os.O_RDONLY) for _ in range(32)]  # among them the number that is free again
+        others = [os.open(corpus, os.O_RDONLY) for _ in range(32)]  # one of them takes the freed descriptor number
         await sandboxes.close()
         for other in others:
             os.close(other)
@@ -380,7 +380,7 @@ def test_a_killed_worker_leaves_nothing() -> None:
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
-    asyncio.run(Bubblewrap().close())  # the next to come sweeps
+    asyncio.run(Bubblewrap().close())  # the next instance removes leftovers
     assert not Path(base).exists()
     assert base not in Path("/proc/mounts").read_text()
 
@@ -463,5 +463,5 @@ async def test_a_failure_of_the_service_is_never_text(
         maker = E2B(api_key="k", api_url=str(server.make_url("/")))
         with pytest.raises(ToolLost, match=says):
             await maker.create()
-        assert left == []  # a refused call was repeated, and no other
+        assert left == []  # a refused call was repeated; calls that were not refused were not
         await maker.close()

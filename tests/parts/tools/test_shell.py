@@ -1,4 +1,4 @@
-"""The shell tool: what a command can and cannot do, which limits hold, and that a host without it is told so."""
+"""The shell tool: capabilities of a command, enforced limits, and the error on a host without bubblewrap."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shell_task(**fields: object) -> RolloutTask:
 
 @asynccontextmanager
 async def opened(limits: SandboxLimits = LIMITS, **setup: str):
-    """A session, opened with files."""
+    """Open a session with files."""
     tool = ShellTool(limits=limits)
     session = tool.open_session("t", 0)
     try:
@@ -61,11 +61,11 @@ async def answer_in_the_folder(task, messages, tools) -> float:
     return float((await tools["shell"].sandbox.read("answer.txt")).strip() == b"5")
 
 
-# --- where there is none ----------------------------------------------------------------------------------
+# Hosts without bubblewrap
 
 
 def fake_programs(folder: Path, bwrap: str) -> str:
-    """A PATH on which `bwrap` is a script, beside what else is needed."""
+    """Set a PATH on which `bwrap` is a script, next to the other programs that are needed."""
     for name, text in {"bwrap": bwrap, "nsenter": "exit 0", "tar": "exit 0"}.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
@@ -95,7 +95,7 @@ def test_a_host_that_cannot_isolate_is_refused_and_told_why(bwrap, says: str, mo
     assert refused.value.param == "tools"
 
 
-# --- what a command can do --------------------------------------------------------------------------------
+# Commands
 
 
 @isolates
@@ -111,7 +111,7 @@ async def test_commands_share_a_session() -> None:
         )
         assert await said(session, "cat nothing") == "cat: nothing: No such file or directory\n[exit status 1]"
         assert "syntax error" in await said(session, "if then")
-        # In the order in which they were made, though at once.
+        # Concurrent commands run in the order in which they were started.
         await asyncio.gather(*(said(session, f"sleep 0.0{9 - n}; echo {n} >> order") for n in range(4)))
         assert await said(session, "tr -d '\\n' < order") == "0123"
 
@@ -161,7 +161,7 @@ async def test_nothing_of_the_host_is_reachable(monkeypatch) -> None:
         assert int(await said(session, "ls /proc | grep -c '^[0-9]'")) < 10, "its own processes only"
         assert "nested" not in await said(session, "unshare -Ur echo nested")
         assert (await said(session, "grep CapEff /proc/self/status")).split()[1] == "0" * 16
-        # A link that the policy makes leads nowhere else, for whoever reads through the session.
+        # A link that the policy creates resolves inside the sandbox for every reader of the session.
         await said(session, "ln -s /etc/shadow answer.txt")
         with pytest.raises(ToolError, match="No such file"):
             await session.sandbox.read("answer.txt")
@@ -219,7 +219,7 @@ def processes() -> str:
     return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 
 
-# --- its life ---------------------------------------------------------------------------------------------
+# Lifecycle
 
 
 @isolates
@@ -310,14 +310,15 @@ async def test_a_task_with_files_that_cannot_be_there_is_invalid() -> None:
 
 @isolates
 async def test_a_chain_of_short_processes_ends_with_its_cpu_time() -> None:
-    """Each process stays below the kernel's limit, and the command that began the chain has ended."""
+    """Each process stays below the kernel's limit, and the command that started the chain has ended."""
     limits = replace(LIMITS, run_s=0.5)
     async with opened(limits) as session:
         await session.sandbox.exec("true", LIMITS)
         num_threads = tree_use(os.getpid()).num_threads
         await session.sandbox.exec("f() { for n in $(seq 2000); do :; done; f & }; f >/dev/null 2>&1 &")
         async with asyncio.timeout(60):
-            while tree_use(os.getpid()).num_threads >= num_threads:  # it is killed with the sandbox's own processes
+            # the process is killed with the sandbox's own processes
+            while tree_use(os.getpid()).num_threads >= num_threads:
                 await asyncio.sleep(0.02)
         assert (await session.sandbox.exec("echo on", LIMITS)).output == b"on\n"
 

@@ -1,4 +1,4 @@
-"""Traces made of records and update reports, read back with the library's own messages."""
+"""Traces made from records and update reports, decoded with the library's own messages."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from agentloop_traces.spans import MAX_SPANS, SpanMaker
 from tests.support.records.samples import make_path, make_trajectory
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
-BEGAN_NS = 1_700_000_000 * 10**9  # of the samples
+BEGAN_NS = 1_700_000_000 * 10**9  # the start of the samples
 MAKER = SpanMaker("run", "policy")
 
 
 def encoded(maker: SpanMaker, ended: Trajectory | UpdateReport) -> bytes:
-    """The trace as an OTLP request."""
+    """Return the trace as an OTLP request."""
     return bytes(encode_spans(maker.trace(ended).spans).SerializeToString())
 
 
 def spans_of(request_bytes: bytes) -> list[Span]:
-    """The spans of an OTLP request, as a receiver reads them."""
+    """Return the spans of an OTLP request as a receiver decodes them."""
     request = ExportTraceServiceRequest.FromString(request_bytes)
     return [span for one in request.resource_spans for scope in one.scope_spans for span in scope.spans]
 
@@ -45,7 +45,7 @@ def attributes_of(span: Span) -> dict[str, Any]:
 
 
 def check_tree(spans: Iterable[Span], caller: bytes = b"") -> dict[bytes, Span]:
-    """The spans of one trace by id, once they are found to be one tree: unique, and each within its parent."""
+    """Return the spans of one trace by id, after checking that they form a tree within their parents' times."""
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(list(spans))
     assert len({span.trace_id for span in by_id.values()}) == 1
@@ -59,7 +59,7 @@ def check_tree(spans: Iterable[Span], caller: bytes = b"") -> dict[bytes, Span]:
 
 
 def record_of(**changed: Any) -> Trajectory:
-    """Two turns, the first under two versions and with a call that takes 150 µs; a queue, a reward, a move."""
+    """Return a record of two turns (the first with two versions and a 150 µs call), a queue, a reward, a move."""
     record = make_trajectory(spans=((4, 0, 2), (5, 2, 3), (5, 5, 8)))
     assert record.times is not None
     times = record.times._replace(ended_us=2_000_000, moves=(Move(450, "replica-1"),))
@@ -133,7 +133,7 @@ def test_ids_follow_from_the_run_and_the_trajectory():
     ids = {span.trace_id for one in others for span in spans_of(encoded(MAKER, one))}
     assert len(ids | {trace_id, spans_of(encoded(SpanMaker("run-2", "policy"), record))[0].trace_id}) == 5
     again = spans_of(encoded(MAKER, replace(record, attempt=1)))
-    assert trace_id not in {span.trace_id for span in again}  # which has its root
+    assert trace_id not in {span.trace_id for span in again}  # the other trace contains the root
     assert not {span.span_id for span in again} & {span.span_id for span in spans_of(encoded(MAKER, record))}
 
 
@@ -168,7 +168,7 @@ def test_texts_are_there_only_if_asked_for():
 
 
 def long_record(num_turns: int, num_chars: int = 10) -> Trajectory:
-    """One call a turn, which ends before the next turn; each turn under a version of its own."""
+    """Return a record with one call per turn, which ends before the next turn; each turn has its own version."""
     turns, calls, messages = [], [], [Message("user", "go")]
     for number in range(num_turns):
         times = TurnTimes(1000 * number, None, 1000 * number + 400)
@@ -191,7 +191,7 @@ def test_a_long_trace_says_what_it_leaves_out(num_turns):
     assert len(check_tree(spans_of(encoded(MAKER, record)))) <= MAX_SPANS
     shown = [attributes_of(span) for span in named(record, "chat policy")]
     ids = [attributes_of(span)["gen_ai.tool.call.id"] for span in named(record, "execute_tool look")]
-    num_shown = min(num_turns, 248)  # with their calls 496; a root, a queue, a reward and a move are there too
+    num_shown = min(num_turns, 248)  # 496 with their calls; a root, a queue, a reward and a move are added
     assert [one["agentloop.weight_versions"] for one in shown] == [[number] for number in range(num_shown)]
     assert ids == [f"call-{number}" for number in range(num_shown)]
     (root,) = named(record, "invoke_agent tool_loop")

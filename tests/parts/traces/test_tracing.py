@@ -1,4 +1,4 @@
-"""Traces on their way to a real OTLP/HTTP receiver: of a whole service, of an old run, and where none listens."""
+"""Traces sent to a real OTLP/HTTP receiver: of a whole service, of an old run, and to a port without a listener."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.support.service.whole_service import simulated_config, whole_service
 ROOT = Path(__file__).parents[3]
 DEAD = "http://127.0.0.1:9"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-LATER = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203332-01"  # of another call of the same session
+LATER = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203332-01"  # the context of another call of the same session
 
 
 class Receiver:
-    """What an OTLP receiver has got. It answers while `answers` is set."""
+    """An OTLP receiver that stores its requests. It answers while `answers` is set."""
 
     def __init__(self) -> None:
         self.url, self.answers = "", asyncio.Event()
@@ -62,7 +62,7 @@ class Receiver:
 
     @property
     def traces(self) -> dict[str, list[Span]]:
-        """The spans by conversation: two traces of one would not be one tree."""
+        """Return the spans by conversation; the spans of one conversation must have one trace id."""
         found = defaultdict(list)
         for span in self.spans:
             found[str(attributes_of(span)["gen_ai.conversation.id"])].append(span)
@@ -85,7 +85,7 @@ async def receiving() -> AsyncIterator[Receiver]:
 
 
 class Works:
-    """A loop of a turn, a call of a tool, and a turn."""
+    """A loop that samples a turn, calls a tool and samples another turn."""
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample(max_tokens=16)
@@ -166,7 +166,7 @@ async def test_each_trajectory_of_a_service_is_one_trace_live_and_exported(tmp_p
             given = {f"00-{one.trace_id.hex()}-{one.span_id.hex()}-01" for one in chats(traces)}
             assert set().union(*told.values()) == given
             linked = [link.trace_id for one in chats(traces) for link in one.links]
-            of_calls = [one.hex() for one in linked if one != update[0].trace_id]  # it may have cut turns
+            of_calls = [one.hex() for one in linked if one != update[0].trace_id]  # an update may have cut turns
             assert of_calls == [LATER.split("-")[1]]
             for record in stored:
                 _, trace_id, caller, _ = (record.traceparent or "---").split("-")
@@ -224,7 +224,8 @@ async def test_a_burst_comes_through_and_what_a_silent_receiver_leaves_is_bounde
                 tracing = Tracing(settings(url, sample=1.0), "run", "policy")
                 records = [ended(index) for index in range(num)]
                 tracing.give(records[0])
-                while url == receiver.url and not receiver.headers:  # the thread waits for the answer to its batch
+                # the thread waits for the response to its batch
+                while url == receiver.url and not receiver.headers:
                     await asyncio.sleep(0.01)
                 begun = time.thread_time()
                 for one in records[1:]:
@@ -237,7 +238,7 @@ async def test_a_burst_comes_through_and_what_a_silent_receiver_leaves_is_bounde
                 await asyncio.to_thread(tracing.close)
             num_dropped = sum(one["num"] for one in logged if one["event"] == "traces_dropped")
             assert (num_dropped == 0) == all_come, logged
-            if url == receiver.url:  # else it still gets what the one before had sent
+            if url == receiver.url:  # otherwise the receiver still gets spans of the previous exporter
                 assert num_dropped <= num - receiver.num_traces
             assert spent_s < num * 0.0005
 

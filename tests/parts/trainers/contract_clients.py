@@ -1,4 +1,4 @@
-"""The clients of `make test-contracts`, and the table in `docs/guides/contracts.md` of what they proved."""
+"""The clients of `make test-contracts`, and the results table in `docs/guides/contracts.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PUBLISHED = "- (requests as published)"
 
 @dataclass(frozen=True)
 class ContractClient:
-    """One client, and why it lacks the verbs that it lacks. `lock` is a file of requirements/."""
+    """One client, and the reason for each verb that it does not have. `lock` is a file of requirements/."""
 
     label: str
     program: str
@@ -28,7 +28,7 @@ class ContractClient:
 
     @property
     def version(self) -> str:
-        """The package and its version as the lock has it."""
+        """Return the package and its version from the lock file."""
         if self.package is None:
             return PUBLISHED
         [version] = re.findall(
@@ -38,7 +38,7 @@ class ContractClient:
 
     @property
     def python(self) -> Path:
-        """The interpreter of its environment."""
+        """Return the interpreter of the client's environment."""
         folder, name = Path(self.lock).parent.name, Path(self.lock).stem
         return ROOT / ".venv" / folder / name / "bin" / "python"
 
@@ -77,7 +77,7 @@ CLIENTS = {
 
 
 def table(cell: Callable[[str, str], str]) -> str:
-    """Make the page's table; `cell` tells what a client that has a verb proved of it."""
+    """Return the table of the page. `cell` returns the result for a client and a verb that it has."""
     lines = [f"| client | package | dialect | {' | '.join(HEADS)} |", "|" + "---|" * (3 + len(HEADS))]
     for name, client in CLIENTS.items():
         lacks = {verb: f"- ({reason})" for verb, reason in client.lacks.items()}
@@ -87,7 +87,7 @@ def table(cell: Callable[[str, str], str]) -> str:
 
 
 def write(proved: Mapping[str, Set[str]]) -> None:
-    """Put what was proved between the page's marks."""
+    """Write the results between the markers of the page."""
     text = table(lambda name, verb: "yes" if verb in proved.get(name, ()) else "failed")
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     PAGE.write_text(before + BEGIN + text + END + rest.split(END, 1)[1], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Rows of a group: every trained token once, under its own version and logprob, with the group's baseline."""
+"""Rows of a group: every trained token once, with its version and logprob, and the group's baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentloop_trainers.batches import NO_VERSION, count_group, group_rows
 
 
 def make_path(num_prompt: int, mask: str, versions: str, **fields: object) -> TokenPath:
-    """A path whose response is `mask` (`x` trained, `m` sampled and masked, `.` observed), versions by position."""
+    """Return a path whose response is `mask`: `x` trained, `m` sampled and masked, `.` observed."""
     spans: list[WeightVersionSpan] = []
     for at, (kind, version) in enumerate(zip(mask, versions, strict=True)):
         if kind != ".":

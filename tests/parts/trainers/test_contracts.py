@@ -1,7 +1,7 @@
 """Trainers' own clients on one service with two real engines, each in its environment: `make test-contracts`.
 
-What each proves is a cell of the table in `docs/guides/contracts.md`, which a whole run writes. The last tests lose
-a replica, once for all clients: each has calls on it then.
+The results of each client form a row of the table in `docs/guides/contracts.md`, which a complete run writes. The
+last tests kill a replica once for all clients, while each client has calls on it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ GREEDY = "What is 17 times 23?"
 
 
 def having(verb: str) -> list[str]:
-    """Name the clients that have a verb."""
+    """Return the names of the clients that have a verb."""
     return [name for name, client in CLIENTS.items() if verb not in client.lacks]
 
 
 class ContractSite:
-    """The service, its engines, the clients' processes, and what they proved."""
+    """The service, its engines, the clients' processes, and their results."""
 
     def __init__(self, client: RolloutClient, url: str, engines: list[RecordingEngine], run_dir: Path) -> None:
         self.client, self.url, self.engines, self.run_dir = client, url, engines, run_dir
@@ -52,7 +52,7 @@ class ContractSite:
         self.killed: dict[str, Any] = {}
 
     async def tell(self, name: str, verb: str, *arguments: object) -> dict[str, Any]:
-        """Tell a client a verb. Returns what it said; its error is the test's."""
+        """Send a verb to a client. Returns its answer; an error of the client fails the test."""
         if name not in self.processes:
             self.processes[name] = await self._start(name)
         stdin, stdout = self.processes[name].stdin, self.processes[name].stdout
@@ -96,7 +96,7 @@ class ContractSite:
             )
 
     def assert_served(self, said: dict[str, Any]) -> None:
-        """Check that engines sampled what the client got, whatever parts it was sampled in."""
+        """Check that engines sampled the tokens that the client received, in however many parts."""
         sampled = {(*prompt, *ids) for engine in self.engines for prompt, ids in engine.served}
         assert said["served"]
         for prompt, ids in said["served"]:
@@ -104,14 +104,14 @@ class ContractSite:
             assert (*prompt, *ids) in sampled
 
     def running(self, engine: RecordingEngine) -> set[str]:
-        """Name the clients that have a call on an engine."""
+        """Return the names of the clients that have a call on an engine."""
         prompts = Counter(request.token_ids for request in engine.requests)
         open_calls = prompts - Counter(prompt for prompt, _ in engine.served)
         texts = [self.tokenizer.decode(list(prompt)) for prompt in open_calls]
         return {name for name in CLIENTS if any(f"{name}:" in text for text in texts)}
 
     def pid_of(self, engine: RecordingEngine) -> int:
-        """Return the process of an engine. They were started one after the other."""
+        """Return the process of an engine. Engines are started one after the other."""
         found = [
             one for one in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(one.cmdline())
         ]
@@ -128,7 +128,7 @@ class ContractSite:
             try:
                 async with asyncio.timeout(20):
                     await process.wait()
-            except TimeoutError:  # a broken group holds its process
+            except TimeoutError:  # a broken group blocks its process
                 process.kill()
                 await process.wait()
 
@@ -166,7 +166,7 @@ async def test_rollouts(name: str, site: ContractSite) -> None:
 
 @pytest.mark.parametrize("name", having("update"))
 async def test_an_update(name: str, site: ContractSite) -> None:
-    """The service has v0 by a directory, and then v1 by the client's own means."""
+    """The service loads v0 from a directory, and then v1 by the client's own method."""
     version = ((await site.client.status()).weight_version or 0) + 1
     await site.client.update_weights(POLICY / "v1", version=version)
     expected = await site.greedy()
@@ -180,7 +180,7 @@ async def test_an_update(name: str, site: ContractSite) -> None:
 
 @pytest.mark.parametrize("name", having("pause"))
 async def test_a_pause(name: str, site: ContractSite) -> None:
-    """The client's pause holds its calls, and they end whole after it."""
+    """The client's pause delays its calls, and they complete after it."""
     site.assert_served(await site.tell(name, "pause"))
     assert not (await site.client.status()).is_paused
     site.proved[name].add("pause")
@@ -193,7 +193,7 @@ async def test_a_refused_version(name: str, site: ContractSite) -> None:
 
 
 async def lose_a_replica(site: ContractSite) -> None:
-    """Kill an engine once each client that samples has calls on it; until then each begins again."""
+    """Kill an engine once each client that samples has calls on it; until then, each client samples again."""
     callers = set(having("killed")) & set(having("rollouts"))
     for engine in site.engines:
         engine.requests.clear()

@@ -1,4 +1,4 @@
-"""The base install: alone in an empty environment, and beside trainers that people use. Needs a package index."""
+"""The base install: alone in an empty environment, and with common trainers. Needs a package index."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from agentloop_trainers import group_rows
 RolloutClient("http://127.0.0.1:8000").session()
 print(sorted({"ray", "tokenizers", "fastapi", "torch", "pyarrow", "typer", "trl", "openai"} & set(sys.modules)))
 """
-TRAINERS = {  # as of November 2026, with the Python each asks for
+TRAINERS = {  # as of November 2026, with the Python version that each requires
     "trl==1.16.0": "3.11",
     "verl==0.9.1": "3.11",
     "openrlhf==0.11.2": "3.11",
@@ -46,7 +46,8 @@ def test_the_client_works_alone_in_an_empty_environment(tmp_path: Path, resoluti
     assert run(python, "-I", "-c", PROGRAM).strip() == "[]"
 
 
-SERVICE_CONFLICTS = {"openrlhf==0.11.2": "ray", "areal==1.0.4": "rich"}  # the service, not the client
+# conflicts with the service, not with the client
+SERVICE_CONFLICTS = {"openrlhf==0.11.2": "ray", "areal==1.0.4": "rich"}
 
 
 def resolve(trainer: str, tmp_path: Path, *extras: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
-"""The GRPO loop of docs/guides/trainers.md, as it stands there, against the whole service with simulated replicas.
+"""The GRPO loop of docs/guides/trainers.md, verbatim, against the whole service with simulated replicas.
 
-And the table of docs/guides/contracts.md, which a run of the clients' suite has written.
+The table of docs/guides/contracts.md, which a run of the contract suite writes, is checked too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = 1024
 
 
 class Bigrams(torch.nn.Module):
-    """Logits of the next token by the last one alone."""
+    """Logits of the next token that depend on the last token only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A teacher's logprobs of rows, by the service's scores."""
+"""A teacher's logprobs of rows, computed with the service's scores."""
 
 from __future__ import annotations
 

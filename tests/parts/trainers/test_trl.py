@@ -1,4 +1,4 @@
-"""TRL's own trainers on the service with two real engines, in an environment of their own: `make test-trainers`."""
+"""TRL's own trainers on the service with two real engines, in a separate environment: `make test-trainers`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def url(tmp_path_factory):
 
 
 async def is_idle(url: str) -> bool:
-    """Tell if the service ends all that ran for a trainer that has left."""
+    """Return True if the service has ended all work of a trainer that has left."""
     async with RolloutClient(url) as client:
         for _ in range(100):
             status = await client.status()
@@ -37,20 +37,20 @@ async def test_async_grpo_trains_on_two_engines_with_a_push_after_each_step(url:
     seen = await run_program("trl", "trl_async.py", url, "4")
     steps = [entry for entry in seen["history"] if "ratio" in entry]
     assert len(steps) == 4
-    assert seen["versions"] == [1, 2, 3, 4, 5]  # the first brings what TRL loaded, then one a step
+    assert seen["versions"] == [1, 2, 3, 4, 5]  # the first pushes the weights that TRL loaded; then one per step
     assert seen["moved"] > 1e-4  # the policy was trained
     assert seen["group_sizes"] == [4]
-    # A row's version is that of its oldest trained token, in TRL's count; no row is older than allowed.
+    # A row's version is the version of its oldest trained token, in TRL's count; no row is older than allowed.
     assert seen["num_taken"] > 0
     assert seen["wrong_versions"] == 0
     assert 0 <= seen["staleness"][0] <= seen["staleness"][1]
-    # The weights arrived: transformers, under each version's weights, gives the logprobs that were recorded.
+    # The weights arrived: transformers, with each version's weights, computes the recorded logprobs.
     assert seen["num_mixed"] > 0  # some rows have tokens of several versions
     assert seen["recomputed"]["num_tokens"] > 500
     assert seen["recomputed"]["max_difference"] < 1e-3
     assert seen["recomputed"]["k3"] < 1e-6
     assert seen["recomputed"]["k3_of_another_version"] > 100 * seen["recomputed"]["k3"]
-    # Before the first push of a trained version nothing is stale: the ratio is 1.
+    # Before the first push of a trained version the staleness is 0 and the ratio is 1.
     assert steps[0]["sample/staleness_max"] == 0
     assert steps[0]["ratio"] == pytest.approx(1, abs=1e-3)
     assert steps[0]["kl"] < 1e-6
@@ -60,7 +60,7 @@ async def test_async_grpo_trains_on_two_engines_with_a_push_after_each_step(url:
         assert step["sample/staleness_max"] <= 3
     logged = set().union(*steps)
     assert {f"rollout/{name}" for name in LOGGED} | {"reward", "weights/stall_s"} <= logged
-    # Stopped, begun again under its run id, and stopped for good: nothing is left here or there.
+    # Stopped, restarted under its run id, and stopped for good: nothing is left in the process or the service.
     assert seen["again"] == 5
     assert seen["is_empty"]
     assert seen["threads"] == []
@@ -78,7 +78,7 @@ async def test_grpo_corrects_by_the_recorded_logprobs_and_pushes_before_each_rol
     assert "temperature" in seen["refusal"] or "sampled at" in seen["refusal"]
     steps = [entry for entry in seen["history"] if "sampling/importance_sampling_ratio/mean" in entry]
     assert len(steps) == 3
-    for step in steps:  # on-policy: each rollout is sampled under the step's own weights
+    for step in steps:  # on-policy: each rollout uses the weights of the current step
         assert step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
         assert step["sampling/sampling_logp_difference/max"] < 1e-3
         assert step["rollout/mixed_version_share"] == 0

@@ -1,4 +1,4 @@
-"""Rollouts for TRL, without TRL: rows come, what hangs or fails comes up by name, and a stop leaves nothing."""
+"""Rollouts for TRL, without TRL: rows arrive, hangs and failures are reported by name, a stop leaves nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tasks() -> list[RolloutTask]:
 
 
 def watched(rollouts: AsyncRollouts, stale_after_s: float, num_rows: int) -> str:
-    """What `check_health` raises, as the trainer's thread asks it; empty once so many rows have come."""
+    """Return the error of `check_health`, polled as the trainer does; empty once `num_rows` rows have arrived."""
     rollouts.start()
     deadline_at = time.monotonic() + PATIENCE_S
     while rollouts.rollout_buffer.qsize() < num_rows and time.monotonic() < deadline_at:
@@ -77,7 +77,7 @@ async def test_rows_have_one_group_and_an_advantage_of_their_own_and_a_stop_forg
     assert rollouts.rollout_buffer.empty()
     with pytest.raises(InvalidRequest, match="not started"):
         rollouts.check_health(1.0)
-    assert await asyncio.to_thread(watched, rollouts, PATIENCE_S, 1) == ""  # begun again
+    assert await asyncio.to_thread(watched, rollouts, PATIENCE_S, 1) == ""  # restarted
     assert rollouts.run_id == "run"
     await asyncio.to_thread(rollouts.destroy)
     await asyncio.to_thread(rollouts.destroy)

@@ -1,4 +1,4 @@
-"""`agentloop check-logprobs` on stores whose logprobs the shipped policies gave, by code of the tests' own."""
+"""`agentloop check-logprobs` on stores whose logprobs the tests computed with the shipped policies."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.contract.reference import log_softmax
 from tests.support.records.samples import fill_store, make_group, make_trajectory
 from tests.support.transfer.adapters import POLICY
 
-torch.set_num_threads(1)  # threads that wait for each other on busy cores take up to 25 times as long
+torch.set_num_threads(1)  # waiting threads on busy cores slow this down up to 25 times
 
 V0, V1 = POLICY, POLICY.parent / "v1"
-NUM = 12  # sampled tokens of a turn
+NUM = 12  # sampled tokens per turn
 PLAIN = TurnSampling()
 
 TEXT = "Let me add 17 and 25 with the calculator, and then say the word unpet to be sure."
@@ -48,10 +48,10 @@ def ids_of(text: str) -> list[int]:
 def path(
     sampling: TurnSampling = PLAIN, versions: tuple[int, int] = (0, 0), ids: list[int] | None = None
 ) -> TokenPath:
-    """A turn whose first half is of one version and whose second half is of another, then two observed tokens."""
+    """Return a path with a turn of two versions, one per half, and two observed tokens."""
     all_ids = ids or ids_of(TEXT)
     prompt, response = all_ids[:4], all_ids[4 : 4 + NUM + 2]
-    model = importlib.import_module("tests.contract.policy_model")  # transformers' models, in this process alone
+    model = importlib.import_module("tests.contract.policy_model")  # transformers' models, in this process only
     logits = [model.logits_of(str(folder), prompt + response)[3:] for folder in (V0, V1)]
     logprobs, raw = np.zeros(NUM + 2, np.float32), np.zeros(NUM + 2, np.float32)
     temperature = 1.0 if sampling.logprobs_mode is LogprobsMode.RAW else sampling.temperature or 1.0
@@ -181,7 +181,8 @@ def test_an_engine_gives_temperature_1_alone_and_is_quantised_as_the_run_was(tmp
     store = store_of(tmp_path / "two", quantised(path()), path())
     with pytest.raises(InvalidRequest, match="several quantizations"):
         check_logprobs(store, V0, {}, engine, max_trajectories=10)
-    assert check(store).rows[0].distance.num_tokens == 2 * NUM  # transformers compute for engines of any kind
+    # transformers computes the logprobs for all kinds of engines
+    assert check(store).rows[0].distance.num_tokens == 2 * NUM
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:

@@ -1,7 +1,7 @@
-"""A service whose engine quantises pushed weights (vLLM on CPU): its records, compared with fresh engines.
+"""A service whose engine quantizes pushed weights (vLLM on CPU): its records, compared with fresh engines.
 
-On a CPU without `amx_fp16`, oneDNN multiplies FP8 matrices in its reference code: 1.3 s per step of this policy. So
-answers are short, and the file belongs to the long tests.
+On a CPU without `amx_fp16`, oneDNN multiplies FP8 matrices in its reference code: 1.3 s per step of this policy.
+Answers are therefore short, and the file is one of the long tests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GREEDY = {"max_tokens": 16, "temperature": 0.0}
 
 @dataclass(frozen=True)
 class Rolled:
-    """What a service did under weights that were pushed into dummy ones."""
+    """The records and reports of a service whose weights were pushed over dummy weights."""
 
     run_dir: Path
     status: ServiceStatus
@@ -68,7 +68,7 @@ def test_the_record_says_how_the_engine_was_quantised(rolled: Rolled) -> None:
 
 
 def test_the_recorded_logprobs_are_those_of_an_engine_of_the_same_kind(rolled: Rolled, tmp_path: Path) -> None:
-    model = copytree(POLICY, tmp_path / "model")  # of a context whose KV is larger than the engine's cache
+    model = copytree(POLICY, tmp_path / "model")  # for a context whose KV is larger than the engine's cache
     fields = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 10**6}))
     found = {}

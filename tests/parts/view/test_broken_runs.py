@@ -1,4 +1,4 @@
-"""Runs that ended badly, or long ago: `agentloop view` opens each and says what is missing, or refuses."""
+"""Failed or old runs: `agentloop view` opens each and names the missing data, or refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.endpoint.front_door import serving
 from tests.support.records.samples import fill_store, make_group, make_trajectory
 from tests.support.service.whole_service import SIMULATED
 
-NUM_WRITTEN, NUM_TOGETHER = 1_920, 16  # more than the write-ahead log holds before it is copied into its file
+NUM_WRITTEN, NUM_TOGETHER = 1_920, 16  # more than the write-ahead log holds before it is checkpointed
 WRITER = f"""
 import asyncio, sys
 from pathlib import Path
@@ -60,7 +60,7 @@ async def get(url: str) -> tuple[int, Any]:
 
 @asynccontextmanager
 async def viewing(run: Path) -> AsyncIterator[tuple[str, list[str], int]]:
-    """`agentloop view` of a run: its URL, what it said before that, and its process id."""
+    """Run `agentloop view` of a run: yields its URL, its earlier output and its process id."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "agentloop_servers.cli", "view", str(run), "--port", "0"),
         stdout=asyncio.subprocess.PIPE,
@@ -80,7 +80,7 @@ async def viewing(run: Path) -> AsyncIterator[tuple[str, list[str], int]]:
 
 @pytest.fixture(scope="module")
 def killed_writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a store whose writer was killed: part of its rows are in the file, the others in its log."""
+    """Return a store's folder whose writer was killed: part of its rows are in the file, the others in its log."""
     folder = tmp_path_factory.mktemp("killed")
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder / STORE_NAME)], stdout=subprocess.PIPE)
     assert writer.stdout is not None
@@ -90,7 +90,7 @@ def killed_writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CUTS = [0, 1, 20, 100, 16_384, 65_536, 0.3, 0.6, 0.9, 0.999]  # bytes, or a share of them
+CUTS = [0, 1, 20, 100, 16_384, 65_536, 0.3, 0.6, 0.9, 0.999]  # bytes, or a share of the file
 WAL = f"{STORE_NAME}-wal"
 
 
@@ -111,7 +111,7 @@ async def test_a_torn_store_is_shown_as_far_as_it_goes_or_refused(
     run_dir = shutil.copytree(killed_writer, tmp_path / "run")
     num_bytes = (run_dir / name).stat().st_size
     os.truncate(run_dir / name, cut if isinstance(cut, int) else int(cut * num_bytes))
-    (run_dir / f"{STORE_NAME}-shm").unlink()  # the memory that they shared
+    (run_dir / f"{STORE_NAME}-shm").unlink()  # the shared-memory file of the log
     if refusal := refusal_of(run_dir):
         assert (name, str(run_dir) in refusal, "\n" in refusal) == (STORE_NAME, True, False)
         return
@@ -126,7 +126,7 @@ async def test_a_torn_store_is_shown_as_far_as_it_goes_or_refused(
             assert status == 200 or re.match(
                 f"unknown record|the .* of {run_dir} cannot be read", body["error"]["message"]
             )
-        if name == WAL:  # what was committed last is gone, whole transactions of it
+        if name == WAL:  # the last committed transactions are lost, each of them completely
             _, page = await get(f"{url}/trajectories?limit=200")
             latest = page["records"][0]["seq"]
             assert [one["seq"] for one in page["records"]] == list(range(latest, latest - 200, -1))

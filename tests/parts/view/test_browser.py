@@ -1,6 +1,6 @@
-"""The viewer in Chromium over a whole service: its numbers are the JSON's, texts stay texts, keys alone suffice.
+"""The viewer in Chromium over a whole service: correct numbers, texts that stay texts, keyboard operation.
 
-`make see` keeps what these tests see: `shots/` with a picture of each page, and `figures.md`.
+`make see` keeps the outputs of these tests: `shots/` with a picture of each page, and `figures.md`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if CHROMIUM is None:
     pytest.skip("needs Chromium (apt: chromium)", allow_module_level=True)
 pytestmark = pytest.mark.slow
 
-WAIT_MS = 20_000  # for what a busy machine shows late
+WAIT_MS = 20_000  # for updates that a busy machine shows late
 NONE = "\u2013"
 FIGURES: dict[str, float] = {}  # milliseconds
-NUM_REPEATED = 3  # the best of them counts: other tests run beside
+NUM_REPEATED = 3  # the best try counts: other tests run at the same time
 
 
 @dataclass
 class Browser:
-    """A page of Chromium at a viewer, and all that went wrong in it."""
+    """A Chromium page at a viewer, and all errors that occurred in it."""
 
     page: Any
     url: str
@@ -57,7 +57,7 @@ class Browser:
     wrong: list[str] = field(default_factory=list)
 
     async def open(self, place: str, shows: str) -> Any:
-        """Go to a page; return what the selector `shows` finds once it is there."""
+        """Open a page, and return the first element that the selector `shows` matches once it exists."""
         is_first = self.page.url == "about:blank"
         await self.page.goto(f"{self.url}/ui/#/{place}")
         found = self.page.locator(shows)
@@ -77,7 +77,7 @@ class Browser:
     async def shoot(self, name: str) -> None:
         file = self.shots / f"{name}.png"
         await self.page.screenshot(path=str(file), full_page=True)
-        Image.open(file).quantize().save(file, optimize=True)  # a third of its size
+        Image.open(file).quantize().save(file, optimize=True)  # reduces the file to a third
 
     async def json(self, path: str) -> Any:
         async with aiohttp.ClientSession() as http, http.get(self.url + path) as answer:
@@ -86,8 +86,10 @@ class Browser:
 
 @asynccontextmanager
 async def browser_at(url: str, shots: Path, *refusals: int) -> AsyncIterator[Browser]:
-    """Open Chromium. Afterwards nothing may have gone wrong in it: no dialog, and no error on its console, where
-    Chromium itself tells of answers that are no success; these may be `refusals`."""
+    """Open Chromium, and check at the end that no dialog and no console error occurred, except `refusals`.
+
+    Chromium itself reports unsuccessful responses on the console.
+    """
     async with playwright.async_playwright() as driver:
         chromium = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         context = await chromium.new_context(viewport={"width": 1440, "height": 900})
@@ -143,7 +145,7 @@ def versions(oldest: int | None, newest: int | None) -> str:
 
 
 def facts(one: Mapping[str, Any]) -> list[str]:
-    """The cells of a record in the table, but for its texts, its time and its links."""
+    """Return the cells of a record in the table, except its texts, its time and its links."""
     tokens = (one[f"num_{kind}_tokens"] for kind in ("prompt", "observed", "sampled"))
     numbers = (one["num_turns"], one["num_tool_calls"], one["num_tool_errors"], *tokens)
     weights = versions(one["oldest_version"], one["newest_version"])
@@ -429,7 +431,7 @@ async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
     curves = {"Training loss": [0.5, -0.25, 0.125]}
     num_whole = await asyncio.to_thread(write_report, run_dir / STORE_NAME, POLICY, file, curves)
     async with browser_at(url, run_dir / "shots") as browser:
-        await browser.page.route("http**", lambda route: route.abort())  # it needs nobody
+        await browser.page.route("http**", lambda route: route.abort())  # the file needs no server
         records = await records_of(browser)
         slowest = sorted(records, key=lambda one: -one["total_s"])
         for place, rows in (
@@ -493,7 +495,7 @@ async def test_long_trajectories_are_there_soon_and_scroll(run_dir: Path, num_to
         await browser.shoot(f"{num_tokens}-tokens")
     FIGURES[f"trajectory of {num_tokens:,} tokens: first picture"] = min(times)
     FIGURES[f"trajectory of {num_tokens:,} tokens: slowest frame while scrolling"] = slowest_ms
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # beside other tests their time is in ours
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other tests distort the times
         assert min(times) <= limit_ms
         assert slowest_ms <= 100
 
@@ -524,7 +526,7 @@ _SCROLLING = """() => new Promise((done) => {
 
 
 def long_record(num_tokens: int) -> dict[str, Any]:
-    """A record of a thousand prompt tokens and turns of 1,200 with 300 observed ones behind each."""
+    """Return a record of 1,000 prompt tokens and turns of 1,200 tokens, each followed by 300 observed tokens."""
     num_prompt, num_response, words = 1_000, num_tokens - 1_000, (" the", "\n", "abc", "漢字", " longer", "x")
     begins = range(0, num_response, 1_500)
     ends = [min(start + 1_200, num_response) for start in begins]

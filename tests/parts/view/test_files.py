@@ -1,4 +1,4 @@
-"""The viewer's files: what others wrote is what was vetted, ours makes no code of texts, all are small."""
+"""The viewer's files: vendored files are the reviewed ones, our code never executes texts, all are small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from agentloop_view.pages import PAGES_FOLDER
 
-VENDORED = {  # of the packages htm 3.1.1 (standalone, with Preact) and uplot 1.6.32, as their registry has them
+VENDORED = {  # from the packages htm 3.1.1 (standalone, with Preact) and uplot 1.6.32 in their registry
     "preact-htm.js": "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7",
     "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
@@ -19,7 +19,8 @@ FILES = sorted(file for file in PAGES_FOLDER.iterdir() if file.is_file())
 OURS = [file for file in FILES if file.name not in VENDORED]
 MAX_BYTES, MAX_PACKED_BYTES, MAX_OUR_LINES = 200_000, 80_000, 1_800
 
-# What makes code or markup of a text, or asks another server. `on...=` as Preact has it, with a function, is none.
+# Code that executes texts or inserts them as markup, or contacts another server. Preact's `on...=` takes a function
+# and is allowed.
 DANGEROUS = (
     r"\.(inner|outer)HTML|insertAdjacentHTML|dangerouslySetInnerHTML|document\.write|srcdoc",
     r"\beval\(|new Function|set(Timeout|Interval)\([\"'`]|javascript:",

@@ -1,4 +1,4 @@
-"""The viewer's routes in a service with users: each sees its own records and annotations, the admin all."""
+"""The viewer's routes in a service with users: each user sees their own records and annotations, the admin all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Owners:
 async def owners(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Owners]:
-    """Rollouts of one name by alice, six samples, and by bob, two."""
+    """Rollouts of one name by alice (six samples) and by bob (two)."""
     monkeypatch.setattr(facts, "MAX_FRESH", request.param)
     for module in (metrics, coordinator):
         monkeypatch.setattr(module, "REPORT_S", 0.1)

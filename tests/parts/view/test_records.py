@@ -1,4 +1,4 @@
-"""What the viewer reads: of a run's files, whoever left them, and through a service's coordinator."""
+"""The data of the viewer: from a run's files, however the run ended, and through a service's coordinator."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_texts_are_of_the_tokenizer_that_the_run_was_begun_with(tmp_path: Path, 
     assert (len(begun.texts), begun.missing) == (18, "")
     file = model / "tokenizer.json"
     file.write_bytes(file.read_bytes() + b"\n")
-    keep_tokenizer(simulated_config(model=str(model)), run_dir)  # the run goes on: its first tokenizer counts
+    keep_tokenizer(simulated_config(model=str(model)), run_dir)  # the run resumes: its first tokenizer is used
     said = [f"{file} is not the run's tokenizer", f"{file} is missing"]
     for missing, end in zip(said, (file.unlink, tmp_path.exists), strict=True):
         shown = TokenLabels(model, run_dir).page(data)

@@ -1,4 +1,4 @@
-"""A run in one file: what it holds, and that it needs nothing beside itself."""
+"""A run in a single file: its contents, and that it needs no other file or server."""
 
 from __future__ import annotations
 

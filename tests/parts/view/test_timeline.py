@@ -1,4 +1,4 @@
-"""The timeline of a run: as many slices as turns, calls and steps of updates, each on a track that has a name."""
+"""The timeline of a run: as many slices as turns, calls and update steps, each on a named track."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A service with everything that the viewer shows: groups, tools, forks, failures, updates, and hostile texts.
 
-`python -m tests.parts.view.viewed_service DIR` keeps one running, to look at.
+`python -m tests.parts.view.viewed_service DIR` keeps one running for inspection.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
 
 HOSTILE = "<img src=x onerror=alert(1)> <script>alert(2)</script> <a href=javascript:alert(3)>x</a> \x1b[31m"
-_PROMPT = RENDERER.render([Message("user", "?")], [])[-3:]  # what an assistant's turn begins with
+_PROMPT = RENDERER.render([Message("user", "?")], [])[-3:]  # the ids at the start of an assistant's turn
 
 
 class Replies:
-    """Replies to a prompt: a call of the calculator first, then an answer that is right or wrong."""
+    """Replies to a prompt: first a call of the calculator, then a right or wrong answer."""
 
     def __init__(self) -> None:
         self._random = random.Random(7)
@@ -50,7 +50,7 @@ class Replies:
 
 
 class Waits:
-    """A loop that samples a turn, and then is busy with something of its own."""
+    """A loop that samples a turn, and then waits outside the engine."""
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample(max_tokens=8)
@@ -59,8 +59,11 @@ class Waits:
 
 @asynccontextmanager
 async def viewed_service(run_dir: Path) -> AsyncIterator[ServiceSite]:
-    """Start the service, roll out six groups of four over two weight updates and the death of a replica, fork a
-    session, leave two at work."""
+    """Start the service and fill it with data.
+
+    Six groups of four roll out over two weight updates and the death of a replica; one session forks; two
+    trajectories stay in progress.
+    """
     question = "First multiply 19 by 200, then divide the result by 2."
     tasks = [
         RolloutTask(
@@ -103,7 +106,7 @@ async def viewed_service(run_dir: Path) -> AsyncIterator[ServiceSite]:
 
 
 async def _annotate(client: RolloutClient, records: Sequence[Trajectory]) -> None:
-    """Give each record its return, and each token an advantage, as a trainer with a critic has them."""
+    """Annotate each record with its return and each token with an advantage, like a trainer that has a critic."""
     scored = [(one, one.reward or 0.0) for one in records]
     await client.annotate_all("return", scored)
     spread = np.random.default_rng(7)

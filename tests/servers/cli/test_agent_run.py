@@ -1,4 +1,4 @@
-"""`agentloop rollout --agent`, the part that is not Ray's: over the session routes on a real socket."""
+"""`agentloop rollout --agent` without Ray: over the session routes on a real socket."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_what_goes_wrong_is_shown_a_few_times(tmp_path: Path) -> None:
     service = FakeSessions(refused={"t9"})
     collected, output = await collect(service, f"{AGENTS}:by_number", tmp_path, num_tasks=12)
     assert (collected.num_accepted, collected.num_received) == (24, 24)
-    assert len(service.records) == 22  # the two of t9 could not be opened: the summary calls them lost
+    assert len(service.records) == 22  # the two samples of t9 could not be opened: the summary counts them as lost
     assert output.count("agent    t") == 5
     assert "agent    t0: ValueError: number 0" in output
 

@@ -1,4 +1,4 @@
-"""`agentloop try`, `validate` and `new`, as somebody types them, without a service."""
+"""`agentloop try`, `validate` and `new`, run as commands without a service."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_faults_are_listed():
 def test_a_new_environment_has_no_fault_and_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert "agentloop try my_env:MyEnv" in ran("new", "env", "my_env")
-    ran("new", "env", "my_env", status=1)  # it is there
+    ran("new", "env", "my_env", status=1)  # it exists already
     ran("new", "env", "../my_env", status=1)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],

@@ -1,4 +1,4 @@
-"""The command line, and the part of a rollout run that is not Ray's, over the real HTTP app."""
+"""The command line, and the part of a rollout run that does not use Ray, over the real HTTP app."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[tuple[str, FakeCoordinator]]:
-    """The HTTP app in a thread of its own: the commands run event loops themselves."""
+    """Run the HTTP app in a separate thread, because the commands run their own event loops."""
     coordinator = FakeCoordinator()
     ready, stop = threading.Event(), asyncio.Event()
     found: list[str] = []
@@ -158,7 +158,7 @@ def test_wrong_use_is_told_in_one_line(arguments: list[str], exit_code: int, mes
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["servee"], ["expor", "x"]])
 def test_help_version_and_a_typo_answer_without_importing_a_command(arguments: list[str]) -> None:
-    """Measured in CPU time, of which an import of the service takes several seconds."""
+    """Measured in CPU time: an import of the service takes several seconds of it."""
     program = f"""
 import sys, time
 sys.argv = ["agentloop", *{arguments!r}]
@@ -173,7 +173,7 @@ except SystemExit as end:
     *said, last = done.stdout.splitlines()
     code, imported, cpu_s = last.split()
     assert (int(code), imported) == (0 if arguments[0].startswith("--") else 2, "light"), done.stdout + done.stderr
-    assert float(cpu_s) < 0.5 * 3  # about 0.25 on an idle core
+    assert float(cpu_s) < 0.5 * 3  # about 0.25 s on an idle core
     if arguments == ["--version"]:
         assert said == [f"agentloop {__version__}"]
     if arguments == ["expor", "x"]:
@@ -377,7 +377,7 @@ cli.main()
     assert (process.returncode, process.stdout + process.stderr) == (130, "")
 
 
-# --- a run, without Ray -----------------------------------------------------------------------------------
+# A run without Ray
 
 
 async def run(
@@ -413,7 +413,7 @@ async def test_a_push_at_either_end_happens(tmp_path: Path, after_share: float) 
 
 
 class FailingPushes(FakeCoordinator):
-    """Raises these errors, one for each push."""
+    """A pusher that raises these errors, one per push."""
 
     def __init__(self, *errors: AgentLoopError) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ async def test_a_run_submits_under_its_limit(tmp_path: Path, limit: StalenessLim
 
 
 class HoldingCoordinator(FakeCoordinator):
-    """Finishes the first half; what it holds back ends by a cancellation only."""
+    """A coordinator that finishes the first half of the samples; the others end only by cancellation."""
 
     async def submit(
         self,
@@ -530,7 +530,7 @@ def test_a_limit_under_which_a_run_cannot_end_is_refused(
 def test_the_results_are_those_of_the_store(run_dir: Path) -> None:
     report = UpdateReport(1, 0, KVPolicy.RECOMPUTE, (ReplicaUpdate("replica-1", 5.0, 7.0),), 20.0)
     summary = write_results(run_dir, Collected(4, 3, 2.0, (report,), None))
-    assert (summary.lost, summary.records) == (1, 3)  # accepted 4: one has no record
+    assert (summary.lost, summary.records) == (1, 3)  # accepted 4, one of them without a record
     written = orjson.loads((run_dir / "summary.json").read_bytes())
     assert written["updates"][0]["pause_to_resume_ms"] == 7.0
     assert pq.read_table(run_dir / "trajectories.parquet").num_rows == 3

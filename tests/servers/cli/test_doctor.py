@@ -1,4 +1,4 @@
-"""The doctor's verdict on model folders of every family, and on what a service would refuse."""
+"""The doctor's verdict on model folders of every family, and on configs that a service would refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.families.table import FAMILIES, write_family
 THINK = "<think> </think>"
 OPENED = f"{THINK}, opened by the prompt"
 
-# Per family: its parser, its thoughts, and where its conversations fork instead of being bridged.
+# Per family: its parser, its reasoning format, and the conversations that fork instead of being bridged.
 VERDICTS: dict[str, tuple[str, str, set[str]]] = {
     "qwen2_5": ("hermes", "not written", set()),
     "qwen3": ("hermes", THINK, set()),
@@ -48,7 +48,7 @@ runner = CliRunner()
 
 
 def a_model(folder: Path, family: str) -> Path:
-    """A model folder of the family, with the context that a service asks for."""
+    """Return a model folder of the family, with the context length that a service requires."""
     write_family(folder, family)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
@@ -56,7 +56,7 @@ def a_model(folder: Path, family: str) -> Path:
 
 
 def verdict(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit code, and the checks by their names."""
+    """Return the exit code, and the checks by name."""
     result = runner.invoke(app, ["doctor", "--model", str(folder), "--json", *arguments])
     report = json.loads(result.output)
     assert report["ok"] == (result.exit_code == 0)
@@ -146,13 +146,13 @@ def test_the_doctor_needs_neither_ray_nor_an_engine(tmp_path: Path) -> None:
 
 @cache
 def packages_asked_for() -> list[Distribution]:
-    """Of what is installed here, what the doctor looks for."""
+    """Return the installed packages that the doctor checks."""
     return [found for found in distributions() if found.name.startswith(("ray", "torch", "vllm"))]
 
 
 @pytest.fixture
 def few_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hides hundreds of packages: to read the files of all of them takes a second a verdict."""
+    """Hide hundreds of packages: reading the files of all of them takes a second per verdict."""
 
     def found() -> Iterator[Distribution]:
         yield from packages_asked_for()
@@ -175,7 +175,7 @@ def test_62_a_ray_without_its_token_is_flagged(
 
 
 def a_package(folder: Path, name: str, distribution: str, version: str) -> None:
-    """An installed package that can be found, and breaks whoever imports it."""
+    """An installed package that can be found and that raises when it is imported."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text("raise SystemError")
     facts = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"

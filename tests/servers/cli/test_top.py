@@ -1,4 +1,4 @@
-"""`agentloop top`: its picture at two sizes, its keys, and the terminal that it takes and gives back."""
+"""`agentloop top`: its picture at two sizes, its keys, and the restored terminal."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def lines_of(seen: Snapshot, size: tuple[int, int], view: View | None) -> list[s
 def test_every_part_is_seen(size: tuple[int, int]) -> None:
     lines = lines_of(snapshot(), size, View())
     assert len(lines) == size[1]
-    text = " ".join("\n".join(lines).split())  # a finding may take several lines
+    text = " ".join("\n".join(lines).split())  # a finding may wrap over several lines
     for part in (
         "ready, weight version 7, 4 worker(s), 9 places free, update to 8 staging 3 s",
         "60 running, 120 queued (5 held), 2 calls wait up to 5 s, KV 150k of 180k, no replica has room 20 decode",
@@ -130,7 +130,7 @@ def test_keys_sort_select_and_open() -> None:
 
 @asynccontextmanager
 async def waiting_service(run_dir: Path) -> AsyncIterator[tuple[str, str]]:
-    """A service with a trajectory that waits for its loop: its URL, and the trajectory's id."""
+    """A service with a trajectory that waits in its loop: its URL, and the trajectory's id."""
     task = RolloutTask("t", (Message("user", "Hi"),), loop=LOOP, limits=Limits(timeout_s=100))
     async with whole_service(simulated_config(), run_dir) as url, RolloutClient(url) as client:
         rollout = await client.submit([task])

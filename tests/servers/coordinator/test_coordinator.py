@@ -46,7 +46,7 @@ async def test_submit_take_finish_read(site, coordinator):
     assert (await coordinator.status()).rollouts[0].num_running == 3
     for assignment in orders.start:
         await hand_in(coordinator.rollouts, "w", record(assignment))
-        await hand_in(coordinator.rollouts, "w", record(assignment))  # its answer was lost
+        await hand_in(coordinator.rollouts, "w", record(assignment))  # the answer was lost
     page = await read_page(coordinator, "r", 0, 2, 0.0)
     assert [(t.group_id, t.sample_index) for t in page.trajectories] == [("g0", 0), ("g0", 1)]
     page = await read_page(coordinator, "r", page.cursor, 2, 0.0)
@@ -77,7 +77,7 @@ async def test_the_tasks_of_a_submission_are_encoded_once(site, coordinator):
 
 @pytest.mark.long
 async def test_as_many_tasks_as_may_wait_are_accepted_in_one_private_call_in_time(tmp_path):
-    """Near the bound of a body; 5 s of CPU on an idle core."""
+    """Near the size limit of a body; takes 5 s of CPU on an idle core."""
     store = TrajectoryStore(tmp_path / "trajectories.sqlite")
     config = replace(CONFIG, max_queued_trajectories=100_000)
     coordinator = Coordinator(store, lambda url: None, config, RealClock(), probe=lambda url: None)
@@ -105,7 +105,7 @@ async def test_tasks_that_no_engine_can_serve_are_refused_at_once(site, coordina
 
 @service("a")
 async def test_workers_that_wait_share_what_comes(site, coordinator):
-    """Each has room for all of it; a call brings a part, unless there is but one worker."""
+    """Each worker has capacity for all samples; with several waiting workers, a call returns only a part."""
     take = coordinator.rollouts.take
     waiting = [asyncio.create_task(take(report(name, 512), 4.0)) for name in ("w0", "w1")]
     await site.clock.sleep(0.1)
@@ -115,7 +115,7 @@ async def test_workers_that_wait_share_what_comes(site, coordinator):
     await coordinator.rollouts.leave("w1")
     await coordinator.rollouts.submit("more", (make_group("g", 30),))
     alone = (await take(report("w0", 480, *found[0]), 1.0)).start
-    assert len(alone) > 32  # with what the other has given back
+    assert len(alone) > 32  # includes the samples that the other worker has returned
 
 
 @service("a")
@@ -197,7 +197,7 @@ async def test_records_that_nobody_reads_are_found(site, coordinator):
 async def test_submissions_are_checked(site, coordinator):
     groups = (make_group("g", 2),)
     first = await coordinator.rollouts.submit("r", groups)
-    assert await coordinator.rollouts.submit("r", groups) == first  # its answer was lost
+    assert await coordinator.rollouts.submit("r", groups) == first  # the answer was lost
     with pytest.raises(Conflict):
         await coordinator.rollouts.submit("r", (make_group("other", 2),))
     with pytest.raises(Overloaded):
@@ -222,7 +222,7 @@ async def test_cancel_ends_everything_with_one_record_each(site, coordinator):
     orders = await taking
     assert list(orders.cancel) == assignment_ids(running)
     await hand_in(coordinator.rollouts, "w", record(running[0], StopReason.CANCELLED))
-    await hand_in(coordinator.rollouts, "w", record(running[1]))  # it was faster than the order
+    await hand_in(coordinator.rollouts, "w", record(running[1]))  # the worker was faster than the order
     page = await read_page(coordinator, "r", 0, 10, 0.0)
     reasons = {(t.group_id, t.sample_index): t.stop_reason for t in page.trajectories}
     assert reasons == {
@@ -259,7 +259,7 @@ async def test_a_silent_workers_work_goes_to_another(site, coordinator):
     assert assignment_ids(second) == assignment_ids(first)
     assert [assignment.attempt for assignment in second] == [1, 1]
     assert {a.lease.lease_id for a in first}.isdisjoint({a.lease.lease_id for a in second})
-    # The lost worker was only slow: its record counts, its failure does not, and nothing is stored twice.
+    # The lost worker was only slow: its record counts, its failure does not, and no record is stored twice.
     await hand_in(coordinator.rollouts, "w", record(first[0]))
     await hand_in(coordinator.rollouts, "w", record(first[1], StopReason.ENGINE_FAILED))
     orders = await coordinator.rollouts.take(report("v", 6, *assignment_ids(second)), 1.0)
@@ -314,7 +314,7 @@ async def test_what_kills_its_workers_fails_in_the_end(site, coordinator):
 async def test_a_worker_that_shuts_down_gives_its_work_back(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     (assignment,) = (await coordinator.rollouts.take(report("w"), 1.0)).start
-    await hand_in(coordinator.rollouts, "w", record(assignment, StopReason.CANCELLED))  # nobody had cancelled it
+    await hand_in(coordinator.rollouts, "w", record(assignment, StopReason.CANCELLED))  # no client had cancelled it
     (again,) = (await coordinator.rollouts.take(report("v"), 1.0)).start
     assert again.attempt == 1
 
@@ -377,7 +377,7 @@ def test_deadlines_of_a_workers_silence_nest():
 async def test_orders_that_never_arrived_are_given_again(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     assert len((await coordinator.rollouts.take(report("w"), 1.0)).start) == 1
-    orders = await coordinator.rollouts.take(report("w"), 1.0)  # its report does not name it
+    orders = await coordinator.rollouts.take(report("w"), 1.0)  # the report does not name it
     assert orders.start == ()
     while not orders.start:
         orders = await coordinator.rollouts.take(report("w"), 5.0)
@@ -428,7 +428,7 @@ async def test_a_failure_makes_room_for_the_next_at_once(site, coordinator):
     taking = asyncio.create_task(coordinator.rollouts.take(report("w", 8, first.assignment_id), 5.0))
     await site.clock.sleep(0.5)
     assert not taking.done()
-    await hand_in(coordinator.rollouts, "w", record(first, StopReason.DEADLINE))  # incomplete
+    await hand_in(coordinator.rollouts, "w", record(first, StopReason.DEADLINE))  # an incomplete record
     (second,) = (await taking).start
     await hand_in(coordinator.rollouts, "w", record(second))
     assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
@@ -446,8 +446,8 @@ async def test_a_dropped_sample_is_given_out_again_and_ends_as_stale(site, coord
         dropped = replace(record(assignment, StopReason.STALE), paths=(), max_staleness=0)
         assert not dropped.is_complete
         await hand_in(coordinator.rollouts, "w", dropped)
-        await hand_in(coordinator.rollouts, "w", dropped)  # its answer was lost
-        await hand_in(coordinator.rollouts, "v", dropped)  # not its own
+        await hand_in(coordinator.rollouts, "w", dropped)  # the answer was lost
+        await hand_in(coordinator.rollouts, "v", dropped)  # not its own sample
     assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
     page = await read_page(coordinator, "r", 0, 10, 10.0)
     (trajectory,) = page.trajectories
@@ -490,7 +490,7 @@ async def test_a_restart_counts_what_was_begun_before(site, coordinator):
     await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
     await site.stop()
     coordinator = await site.start()
-    # One of version 0 is finished, one still runs: of (0 + 1 + 1) * 2, two are left.
+    # One sample of version 0 is finished and one is running: of (0 + 1 + 1) * 2, two are left.
     assert (await coordinator.rollouts.take(report("w", 7, begun[1].assignment_id), 1.0)).start == ()
     orders = await coordinator.rollouts.take(report("w", 7, begun[1].assignment_id), 5.0)
     assert len(orders.start) == 2
@@ -510,14 +510,14 @@ async def test_a_restart_loses_nothing_and_adopts_what_runs(site, coordinator):
     assert await site.states() == {"a": "ready"}
     restored = (await coordinator.status()).rollouts[0]
     assert (restored.num_accepted, restored.num_finished, restored.num_queued) == (3, 1, 2)
-    # Nothing is given out before the workers had time to say what they run.
+    # No sample is assigned before the workers had time to report their running samples.
     orders = await coordinator.rollouts.take(report("w", 7, running[1].assignment_id), 1.0)
     assert orders.start == ()
     moved = await coordinator.rollouts.move(running[1].assignment_id, running[1].lease, False)
     assert moved.replica_id == "a"
     orders = await coordinator.rollouts.take(report("w", 7, running[1].assignment_id), 5.0)
     assert assignment_ids(orders.start) == ["r/g1/0"]
-    await hand_in(coordinator.rollouts, "w", record(running[0]))  # again, after the restart
+    await hand_in(coordinator.rollouts, "w", record(running[0]))  # repeated after the restart
     await hand_in(coordinator.rollouts, "w", record(running[1]))
     await hand_in(coordinator.rollouts, "w", record(orders.start[0]))
     page = await read_page(coordinator, "r", 0, 10, 0.0)
@@ -585,7 +585,7 @@ async def test_records_owed_are_written_when_the_disk_is_back(site, coordinator)
 
 
 async def test_many_workers_on_a_real_clock(tmp_path):
-    """Exactly once with threads, real time and workers that repeat what they say."""
+    """Exactly once with threads, real time, and workers that repeat their reports."""
     engine = FakeEngine(RealClock(), "fake://a")
     coordinator = Coordinator(
         TrajectoryStore(tmp_path / "s.sqlite"),
@@ -622,7 +622,7 @@ async def test_a_finished_session_is_recorded_durably_and_once(site, coordinator
     one, other = make_trajectory("s-1", rollout_id="sessions"), make_trajectory("s-2", rollout_id="sessions")
     await coordinator.rollouts.record(EncodedRecord.of(one))
     await coordinator.rollouts.record(EncodedRecord.of(other))
-    await coordinator.rollouts.record(EncodedRecord.of(one))  # its answer was lost
+    await coordinator.rollouts.record(EncodedRecord.of(one))  # the answer was lost
     page = await read_page(coordinator, "sessions", 0, 10, 30.0)
     assert [(t.group_id, t.staleness) for t in page.trajectories] == [("s-1", 0), ("s-2", 0)]
     assert (page.status.num_accepted, page.status.num_finished, page.status.is_done) == (2, 2, True)
@@ -642,7 +642,7 @@ async def test_a_rollout_is_of_sessions_or_of_submitted_work(site, coordinator):
     with pytest.raises(Conflict):
         await coordinator.rollouts.submit(
             "run", (make_group("g", 1),)
-        )  # as many as were recorded: no repeat of a submit
+        )  # as many as were recorded: no submit is repeated
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     with pytest.raises(Conflict):
         await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="r")))
@@ -655,7 +655,7 @@ async def test_a_session_moves_from_a_failed_replica_and_learns_that_its_lease_e
     assert await coordinator.rollouts.lease("s", 100, "ingress") == lease
     moved = await coordinator.rollouts.move("s", lease, True)
     assert moved.replica_id != lease.replica_id
-    assert await coordinator.rollouts.move("s", lease, True) == moved  # it has moved already
+    assert await coordinator.rollouts.move("s", lease, True) == moved  # already moved
     await coordinator.rollouts.report_leases(LeaseReport("ingress", 1, leases=(), released=(moved.lease_id,)))
     with pytest.raises(NotFound):
         await coordinator.rollouts.move("s", moved, True)
@@ -737,7 +737,7 @@ async def test_a_claimed_rollout_is_for_sessions_from_then_on(site, coordinator)
         await rollouts.submit("run", (make_group("g", 1),), RolloutTerms("alice"), ("alice", "digest"))
     await rollouts.submit(
         "step", (make_group("g", 1),), RolloutTerms("key-1"), ("key-1",)
-    )  # before the users' file
+    )  # as before there was a users' file
     with pytest.raises(Conflict):
         await rollouts.claim("step", ("alice", "key-1"))
     assert await rollouts.claim("step", ("bob",)) == "bob~step"
@@ -751,7 +751,7 @@ async def test_a_record_is_held_once_however_often_it_is_offered(site, coordinat
     await coordinator.rollouts.submit("r", (make_group("g", 8),))
     assignments = (await coordinator.rollouts.take(report(), 1.0)).start
     site.store.stalled = asyncio.Event()
-    for _ in range(19):  # as workers do, whose calls end after 30 s without an answer
+    for _ in range(19):  # like workers, whose calls end after 30 s without an answer
         offers = [asyncio.create_task(hand_in(coordinator.rollouts, "w", record(one))) for one in assignments]
         await site.clock.sleep(30.0)
         for offer in offers:
@@ -778,7 +778,7 @@ async def test_what_a_trainer_acknowledges_is_deleted_beside_the_work(site, coor
     await site.clock.sleep(8.0)
     left = await read_page(coordinator, "r", 0, 10, 0.0)
     assert (len(left.trajectories), left.status.num_finished) == (1, 3)
-    assert await hand_in(coordinator.rollouts, "w", record(assignments[0]))  # its answer was lost
+    assert await hand_in(coordinator.rollouts, "w", record(assignments[0]))  # the answer was lost
     await hand_in(coordinator.rollouts, "w", record(assignments[3]))
     page = await read_page(coordinator, "r", left.cursor, 10, 0.0)
     with pytest.raises(NotFound):
@@ -795,7 +795,7 @@ async def test_what_a_trainer_acknowledges_is_deleted_beside_the_work(site, coor
 
 @service("a")
 async def test_a_known_id_with_other_work_is_refused_live_or_done(site, coordinator):
-    """B1: a trainer that named its step again trained on the old records, silently."""
+    """B1: a trainer that reused a step's name trained silently on the old records."""
     rollouts = coordinator.rollouts
     work, other = (make_group("g0", 1), make_group("g1", 2)), (make_group("g0", 2), make_group("g1", 1))
     task = replace(work[0], task=replace(work[0].task, reference="another answer"))
@@ -813,7 +813,7 @@ async def test_a_known_id_with_other_work_is_refused_live_or_done(site, coordina
 
 @service("a", config=replace(CONFIG, retention=RetentionPolicy(deletes_acknowledged=True)))
 async def test_an_acknowledged_cursor_is_of_what_exists(site, coordinator):
-    """B1: a cursor beyond the newest record deleted what finished later, unread."""
+    """B1: a cursor beyond the newest record deleted records that finished later, unread."""
     await coordinator.rollouts.submit("r", (make_group("g", 2),))
     first, second = (await coordinator.rollouts.take(report(), 1.0)).start
     await hand_in(coordinator.rollouts, "w", record(first))
@@ -826,7 +826,7 @@ async def test_an_acknowledged_cursor_is_of_what_exists(site, coordinator):
 
 @service("a")
 async def test_a_record_of_a_sample_that_does_not_exist_is_refused(site, coordinator):
-    """B8"""
+    """B8: a sample index or a group that was never submitted."""
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     trajectory = record(assignment)

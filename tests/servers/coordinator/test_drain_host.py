@@ -1,4 +1,4 @@
-"""A host that is to go: it gets no more work, and its replicas' holders go elsewhere between two turns."""
+"""Draining a host: it gets no new work, and holders of its replicas move to other replicas between turns."""
 
 from dataclasses import replace
 
@@ -99,7 +99,7 @@ async def test_the_last_host_that_takes_traffic_is_not_drained(site, coordinator
 
 @service("a", "b")
 async def test_a_replica_of_a_node_that_ray_gave_up_takes_no_traffic_again(site, coordinator):
-    """It comes back from a cut before Ray has ended its process."""
+    """The replica becomes reachable after a network cut, before Ray has ended its process."""
     registration = replace(site.engines["a"].registration(), node_id="n")
     await coordinator.replicas.register(registration)
     site.silent.add("a")

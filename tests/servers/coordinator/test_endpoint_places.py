@@ -1,4 +1,4 @@
-"""Which process of the endpoint has which sessions, over hosts that are lost and come back, in virtual time."""
+"""The session owners among the endpoint's processes, while hosts are lost and rejoin, in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Hosts:
         self.places = self.coordinator()
 
     def coordinator(self) -> EndpointPlaces:
-        """A coordinator that starts now, from what the one before saved."""
+        """A coordinator that starts now from the state saved by its predecessor."""
 
         async def save(saved: SavedPlaces, revokes: Sequence[str]) -> None:
             self.saved = codec.encode(saved)
@@ -47,7 +47,7 @@ class Hosts:
         return await self.places.join_endpoint(numbers[-1], table.urls[numbers[-1]], f"http://public-{numbers[-1]}")
 
     async def pass_time(self, seconds: float, *numbers: int):
-        """Let these join every second for so long."""
+        """Advance the time, and let these processes join every second."""
         for _ in range(int(seconds)):
             self.now += 1.0
             table = await self.join(*numbers)

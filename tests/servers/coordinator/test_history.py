@@ -1,4 +1,4 @@
-"""The last quarter of an hour: which series are kept, for how long, and in how much memory."""
+"""The history of the last 15 minutes: the stored series, their age limits and their memory."""
 
 from __future__ import annotations
 

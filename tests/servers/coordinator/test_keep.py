@@ -1,4 +1,4 @@
-"""Groups that keep the first complete samples of more: by a coordinator with its store, and by whole live runs."""
+"""Groups that keep the first complete samples of a larger number, with a coordinator and in live runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def groups(num_samples: int, keep: int | None, num_groups: int = 1) -> tuple[Rol
 
 
 async def begun(coordinator: Coordinator, num_samples: int, keep: int) -> list[Assignment]:
-    """The samples of a group, all of them at worker w."""
+    """Return the samples of a group, all of them assigned to worker w."""
     await coordinator.rollouts.submit("r", groups(num_samples, keep))
     return list((await coordinator.rollouts.take(report("w", num_samples), 1.0)).start)
 
@@ -51,7 +51,7 @@ async def test_the_rest_is_cancelled_once_the_first_are_durable(site: Service, c
     assert set(orders.cancel) == {running[1], running[3]}
     cancelled = replace(record(two), stop_reason=StopReason.CANCELLED, is_complete=False, reward=None)
     assert await hand_in(coordinator.rollouts, "w", cancelled)
-    assert await hand_in(coordinator.rollouts, "w", record(four))  # it had ended before it heard
+    assert await hand_in(coordinator.rollouts, "w", record(four))  # it had ended before it received the order
     records = await stored(coordinator)
     assert complete(records) == [0, 2]
     late = next(record for record in records if record.sample_index == 3)
@@ -131,7 +131,7 @@ def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, then: str) ->
         site = Service(clock, tmp_path, CONFIG)
         coordinator = await site.start()
         await site.join("a")
-        limit = StalenessLimit(max_staleness=0, trajectories_per_version=2)  # two may be begun
+        limit = StalenessLimit(max_staleness=0, trajectories_per_version=2)  # two samples may start
         work = tuple(replace(group, staleness=limit) for group in groups(4, 2))
         await coordinator.rollouts.submit("r", work)
         one, two = (await coordinator.rollouts.take(report("w", 4), 1.0)).start
@@ -180,7 +180,7 @@ async def test_what_failed_takes_no_place(site: Service, coordinator: Coordinato
 
 @pytest.mark.parametrize("num_before", [1, 2])
 def test_a_restart_counts_what_the_group_has(tmp_path: Path, num_before: int) -> None:
-    """With two complete before it, the crash came between their records and the others' cancellation."""
+    """With two complete records before it, the crash came between their records and the others' cancellation."""
     clock = VirtualClock()
 
     async def main() -> None:

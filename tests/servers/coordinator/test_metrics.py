@@ -1,4 +1,4 @@
-"""The metrics of all processes, added up: each report once, and no count that was shown falls."""
+"""The metrics of all processes, added up: each report counts once, and no published counter decreases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EMPTY = FlightPage((), (), (), 0)
 
 
 class Saving:
-    """A store of metrics that may fail, and a clock."""
+    """A store of metrics that may fail, with a clock."""
 
     def __init__(self) -> None:
         self.saved: SavedMetrics | None = None
@@ -88,7 +88,7 @@ async def test_what_could_not_be_saved_is_neither_answered_nor_shown_until_it_is
     with pytest.raises(OSError, match="away"):
         await saving.book.save()
     saving.fails = False
-    repeated = asyncio.create_task(saving.book.report_metrics(report(1)))  # the first one's time was over
+    repeated = asyncio.create_task(saving.book.report_metrics(report(1)))  # the first report has timed out
     await asyncio.sleep(0)
     assert OOPS not in saving.shown()
     await saving.book.save()
@@ -107,7 +107,7 @@ async def test_the_next_coordinator_goes_on_with_the_counts_and_knows_what_it_ha
     after = Saving()
     after.book.restore(before.saved)
     assert after.shown()[OOPS] == 2
-    await after.book.report_metrics(report(2))  # a repeat: its answer was lost
+    await after.book.report_metrics(report(2))  # repeated because the answer was lost
     other = asyncio.create_task(after.book.report_metrics(report(1, life="l2", process="worker-b")))
     await asyncio.sleep(0)
     await after.book.save()
@@ -165,7 +165,7 @@ async def test_a_goodbye_repeats_what_was_not_answered_and_counts_once() -> None
     saving, tally = Saving(), MetricsTally()
     tally.count("log_events_total", *OOPS[1])
     reporter = MetricsReporter("worker-a", tally, saving.book.report_metrics)
-    await asyncio.sleep(0)  # it reports, and is not answered: nothing is saved
+    await asyncio.sleep(0)  # the report gets no answer: nothing is saved
     tally.count("log_events_total", *OOPS[1])
     await reporter.close()
     await reporter.close()

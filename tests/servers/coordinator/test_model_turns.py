@@ -1,4 +1,4 @@
-"""Models that take turns on their accelerators: who is awake when, in virtual time."""
+"""Models that take turns on their accelerators: the awake model at each time, in virtual time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def virtually(test: Callable[[Site], Coroutine[Any, Any, None]]) -> Callable[[],
         site = Site()
 
         async def main() -> None:
-            async with asyncio.TaskGroup() as group:  # a failure of either ends the test
+            async with asyncio.TaskGroup() as group:  # a failure of either task ends the test
                 tasks = [group.create_task(site.keeper.run()), group.create_task(site.work())]
                 while len(site.turns) < 3:
                     await site.clock.sleep(STEP_S)
@@ -138,7 +138,7 @@ async def test_an_idle_model_gives_way_and_a_busy_one_after_its_time(site: Site)
 
 @virtually
 async def test_samples_that_are_held_for_new_weights_do_not_want_the_turn(site: Site) -> None:
-    """And a weight update that waits for the turn does."""
+    """A weight update that waits for the turn does request it."""
     await site.models[""].sleep(1, TURN_REASON)
     site.models["judge"].calls = [1000.0]
     await site.clock.sleep(10)
@@ -170,7 +170,7 @@ async def test_a_stream_of_calls_to_two_models_does_not_thrash(site: Site) -> No
 
 @virtually
 async def test_a_sleep_by_somebody_else_holds_for_all(site: Site) -> None:
-    """A trainer that shares the accelerators."""
+    """A trainer that shares the accelerators put the models to sleep."""
     await site.models[""].sleep(1, "training")
     site.models["judge"].calls = [1.0]
     await site.clock.sleep(60)
@@ -225,7 +225,7 @@ async def test_a_model_without_weights_wants_the_turn_for_an_update_only(site: S
 
 def test_models_whose_weights_the_host_cannot_hold_asleep_are_refused_with_the_sum() -> None:
     sizes = {"policy": 3 * 2**30, "judge": 5 * 2**30, "user": 2 * 2**30}
-    asleep_bytes = 8 * 2**30  # the least is the one awake at the worst
+    asleep_bytes = 8 * 2**30  # the minimum: all models except the smallest
 
     check_turns(sizes, asleep_bytes)
     with pytest.raises(InvalidRequest, match=r"8\.0 GiB .*policy 3\.0 \+ judge 5\.0 \+ user 2\.0") as refused:

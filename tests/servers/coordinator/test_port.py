@@ -1,4 +1,4 @@
-"""The coordinator over its HTTP port: types, errors, deadlines, a restart elsewhere, and callers who leave."""
+"""The coordinator over its HTTP port: types, errors, deadlines, restart at a new address, lost callers."""
 
 import asyncio
 import gc
@@ -54,12 +54,12 @@ from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record,
 from tests.support.records.samples import encoded, make_group, make_trajectory
 
 PORTS = (MetricsPort, ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
-# Of the store's methods: the same on the wire as a tuple.
+# Parameter types of the store's methods that have the same wire format as a tuple.
 WIDER = (Sequence[JournalPart], Sequence[tuple[str, str]], list[tuple[str, bytes]], Sequence[Image])
 
 
 class Store(TrajectoryStore):
-    """A store whose commits can be held up."""
+    """A store whose commits can be delayed."""
 
     has_bug = False
 
@@ -82,12 +82,12 @@ class Store(TrajectoryStore):
 
 
 class PortSite:
-    """A coordinator with one replica behind its port, and a client that finds it."""
+    """A coordinator with one replica behind its port, and a client with a locator."""
 
     def __init__(self, path) -> None:
         self.path = path
         self.num_found = 0
-        self.old_urls = []  # that `find` gives first
+        self.old_urls = []  # the URLs that `find` returns first
         self.engine = FakeEngine(RealClock(), "fake://a", 0)
         self.client = CoordinatorClient(self.find, Trust("secret"))
 
@@ -185,7 +185,7 @@ async def test_a_trajectory_goes_through_it_whole(tmp_path):
         moved = await worker.move("r/g/0", orders.start[0].lease, False)
         assert moved.replica_id == orders.start[0].lease.replica_id
         done = [record(assignment) for assignment in orders.start]
-        stranger = make_trajectory("g", 7, rollout_id="unknown")  # fails alone
+        stranger = make_trajectory("g", 7, rollout_id="unknown")  # only this record fails
         answers = await worker.finish("w", tuple(encoded([done[0], stranger, done[1]])))
         assert (answers[0], answers[2]) == (True, True)
         assert isinstance(answers[1], Refusal)
@@ -243,7 +243,7 @@ async def test_a_call_that_was_cut_is_sent_once_more(tmp_path):
         await asyncio.sleep(0.1)
         site.server = CoordinatorServer(site.coordinator, Trust("secret"))
         await site.server.start()
-        await first.close()  # its process dies
+        await first.close()  # the process dies
         await site.coordinator.rollouts.submit("r", (make_group("g", 1),))
         assert len((await reading).start) == 1
 
@@ -299,13 +299,13 @@ async def test_a_hand_in_goes_on_when_its_caller_leaves(tmp_path):
 
 
 def with_long_prompt(trajectory: Trajectory) -> Trajectory:
-    """4 MB as it travels."""
+    """Return a record that takes 4 MB on the wire."""
     path = replace(trajectory.paths[0], prompt_ids=np.zeros(1_000_000, np.int32))
     return replace(trajectory, paths=(path,))
 
 
 async def offered_in_vain(site: PortSite, records: list[Trajectory], num_commits: int) -> None:
-    """Offer records until so many wait for the disk, and leave."""
+    """Submit records until `num_commits` wait for the disk, then cancel the calls."""
     offers = [asyncio.create_task(hand_in(site.client.workers, "w", one)) for one in records]
     while site.store.num_commits < num_commits:
         await asyncio.sleep(0.01)
@@ -316,7 +316,7 @@ async def offered_in_vain(site: PortSite, records: list[Trajectory], num_commits
 
 
 async def test_a_stalled_disk_costs_the_memory_of_each_record_once(tmp_path):
-    """Records that workers offer again and again, as their calls end without an answer."""
+    """Workers submit records again and again because their calls end without an answer."""
     async with site_at(tmp_path) as site:
         await site.client.front.submit("r", (make_group("g", 4),))
         assignments = (await site.client.workers.take(report("w", 4), 1.0)).start
@@ -329,7 +329,7 @@ async def test_a_stalled_disk_costs_the_memory_of_each_record_once(tmp_path):
             for number in range(8):
                 await offered_in_vain(site, records, 4 if number == 0 else 0)
             held = bound = 5 * size
-            while held >= bound:  # the port learns that they left
+            while held >= bound:  # the port detects that the callers left
                 await asyncio.sleep(0.05)
                 gc.collect()
                 held = tracemalloc.get_traced_memory()[0] - before
@@ -353,7 +353,7 @@ async def test_a_command_that_arrives_late_is_refused(tmp_path):
         assert await send("resume", 7, 2) == 200
         assert await send("pause", 7, 1, PauseMode.KEEP, "") == 409
         assert not (await site.client.front.status()).is_paused
-        assert await send("pause", 1, 1, PauseMode.KEEP, "") == 200  # of another caller
+        assert await send("pause", 1, 1, PauseMode.KEEP, "") == 200  # a call of another caller
         async with session.post(f"{site.server.url}/resume", data=encode(())) as answer:
             assert answer.status == 400
         await site.client.front.resume()
@@ -369,7 +369,7 @@ async def test_a_worker_whose_process_ends_is_noticed_by_its_connection(tmp_path
         waiting = asyncio.create_task(dying.workers.take(report("w", 7, *running), 120.0))
         await asyncio.sleep(0.1)
         waiting.cancel()
-        await dying.close()  # as the system does with a process's connections
+        await dying.close()  # as the system does with the connections of a dead process
         async with asyncio.timeout(60.0):
             (again,) = (await site.client.workers.take(report("v"), 120.0)).start
         assert again.attempt == 1

@@ -1,4 +1,4 @@
-"""The coordinator towards replicas: real store, fake engines, virtual time."""
+"""The coordinator's handling of replicas: real store, fake engines, virtual time."""
 
 import asyncio
 from dataclasses import replace
@@ -36,7 +36,8 @@ async def test_a_lost_replicas_trajectories_move(site, coordinator):
     lost = assignment.lease.replica_id
     moved = await coordinator.rollouts.move(assignment.assignment_id, assignment.lease, True)
     assert moved.replica_id != lost
-    assert await coordinator.rollouts.move(assignment.assignment_id, assignment.lease, True) == moved  # asked again
+    # the request is repeated
+    assert await coordinator.rollouts.move(assignment.assignment_id, assignment.lease, True) == moved
     site.silent.add(lost)
     await site.clock.sleep(4.5)
     assert (await site.states())[lost] == "suspect"
@@ -54,12 +55,12 @@ async def test_a_replica_that_accepts_everything_and_answers_nothing_is_taken_ou
     hung = site.engines["a"]
     hung.hangs.add("sample")
     lease = await coordinator.rollouts.lease("s", 100, "ingress")
-    for number in range(20):  # whoever comes: those that meet `a` find no answer, and say so
+    for number in range(20):  # every session placed on `a` gets no answer and reports the failure
         lease = await coordinator.rollouts.lease(f"s{number}", 100, "ingress")
         if lease.replica_id == "a":
             assert (await coordinator.rollouts.move(f"s{number}", lease, True)).replica_id == "b"
     assert await site.states() == {"a": "suspect", "b": "ready"}
-    await site.clock.sleep(60.0)  # its heartbeats go on, and do not help it
+    await site.clock.sleep(60.0)  # its heartbeats continue, without effect
     assert (await coordinator.status()).degraded == (
         "replica a is suspect: 3 calls without an answer within 600 s",
     )
@@ -168,7 +169,7 @@ async def test_direct_leases(site, coordinator):
     waiting = asyncio.create_task(coordinator.rollouts.lease("s", 100, "ingress"))
     await site.clock.sleep(3.0)
     await site.join("b")
-    assert (await waiting).replica_id == "b"  # who waits does so for whatever comes
+    assert (await waiting).replica_id == "b"  # a waiting call accepts any replica that joins
 
 
 @service("a", "b")
@@ -179,7 +180,8 @@ async def test_an_update_from_end_to_end(site, coordinator):
     updating = asyncio.create_task(coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None))
     await site.clock.sleep(1.0)
     started = site.clock.now()
-    lease = await coordinator.rollouts.lease("during", 10, "ingress")  # `b` serves the old version meanwhile
+    # `b` serves the old version during the update
+    lease = await coordinator.rollouts.lease("during", 10, "ingress")
     assert (site.clock.now() - started, lease.replica_id) == (0.0, "b")
     result = await updating
     assert result.kv_policy is KVPolicy.RECOMPUTE
@@ -287,7 +289,7 @@ async def test_sleep_keeps_leases_and_a_caller_waits_for_the_wake(site, coordina
         ("asleep", 2, "bfloat16"),
     ]
     assert sum(one.num_leases for one in status.replicas) == 1
-    await site.clock.sleep(10.0)  # heartbeats go on; nobody is judged by them
+    await site.clock.sleep(10.0)  # heartbeats continue, but they do not quarantine a replica
     waiting = asyncio.create_task(coordinator.rollouts.lease("other", 10, "ingress"))
     await site.clock.sleep(1.0)
     await coordinator.replicas.wake(ALL_MEMORY)
@@ -374,7 +376,7 @@ async def test_a_replica_that_missed_the_operators_resume_gets_it_later(site, co
     assert not site.engines["b"].is_paused
 
 
-# --- updates and the end of a coordinator ---
+# Updates when the coordinator stops
 
 
 @service("a", "b")
@@ -398,7 +400,7 @@ async def test_a_failed_push_does_not_come_true_after_a_restart(site, coordinato
 
 
 async def restarted_before_a_commit(site, coordinator, update):
-    """Stop the coordinator while an update pauses the replicas; returns the next one."""
+    """Stop the coordinator while an update pauses the replicas. Returns the next coordinator."""
     for engine in site.engines.values():
         engine.seconds = {"pause": 20.0}
     updating = asyncio.create_task(coordinator.replicas.update_weights(update, None))
@@ -417,7 +419,8 @@ async def test_a_coordinator_that_dies_before_the_first_commit_leaves_the_fleet_
     coordinator = await restarted_before_a_commit(site, coordinator, push(2))
     await site.clock.sleep(1.5)
     assert (await site.states(), coordinator.replicas.is_ready) == ({"a": "joining", "b": "joining"}, False)
-    again = asyncio.create_task(coordinator.replicas.update_weights(push(3), None))  # waits until that is settled
+    # waits until the update is settled
+    again = asyncio.create_task(coordinator.replicas.update_weights(push(3), None))
     await site.clock.sleep(CONFIG.weights.settle_s + 1.0)
     assert (await again).previous_version == 1
     assert await site.states() == {"a": "ready", "b": "ready"}
@@ -428,7 +431,7 @@ async def test_a_coordinator_that_dies_after_the_first_commit_brings_the_others_
     await coordinator.replicas.update_weights(push(1), None)
     for name in "bc":
         site.engines[name].seconds = {"pause": 20.0}
-    # The outcome does not reach the disk: replicas say it.
+    # The outcome is not written to disk; the replicas report it.
     site.engines["a"].on_commit = lambda: setattr(site.store, "is_broken", True)
     updating = asyncio.create_task(coordinator.replicas.update_weights(push(2), None))
     await site.clock.sleep(1.0)
@@ -440,14 +443,14 @@ async def test_a_coordinator_that_dies_after_the_first_commit_brings_the_others_
     await site.clock.sleep(CONFIG.weights.settle_s + 5.0)
     assert coordinator.replicas.fleet.weight_version == 2
     assert await site.states() == {"a": "ready", "b": "ready", "c": "ready"}
-    answer = await coordinator.replicas.update_weights(push(2), None)  # its answer was lost with the coordinator
+    answer = await coordinator.replicas.update_weights(push(2), None)  # the answer was lost with the coordinator
     assert (answer.version, answer.previous_version) == (2, 1)
     assert [(one.replica_id, one.error) for one in answer.replicas] == [("a", None), ("b", None), ("c", None)]
 
 
 @service("a", "b")
 async def test_a_repeat_of_an_update_whose_report_was_not_written_gets_its_replicas(site, coordinator):
-    site.engines["b"].seconds = {"pause": 20.0}  # the outcome is durable once `a` holds it, the report is not made
+    site.engines["b"].seconds = {"pause": 20.0}  # the outcome is durable once `a` holds it; the report is not
     updating = asyncio.create_task(coordinator.replicas.update_weights(push(1), None))
     await site.clock.sleep(1.0)
     await site.stop()
@@ -475,7 +478,7 @@ async def test_no_version_is_told_until_it_is_known_which_one_an_update_has_left
     for _ in range(8):
         await site.clock.sleep(0.5)
         told.append((await coordinator.status()).weight_version)
-    assert told == [None] * 8  # only `b` has been heard, which holds 0
+    assert told == [None] * 8  # only `b` has reported, and it holds version 0
     site.silent.clear()
     await site.clock.sleep(2.5)
     assert (await coordinator.status()).weight_version == 1
@@ -524,7 +527,7 @@ async def test_weights_are_not_discarded_while_the_outcome_of_their_update_is_un
 
 @service("a", "b")
 async def test_a_replica_that_is_not_as_ordered_is_brought_back_to_its_orders(site, coordinator):
-    site.engines["a"].is_paused = True  # frozen by whoever it was
+    site.engines["a"].is_paused = True  # paused by an unknown caller
     await site.clock.sleep(5.0)
     assert not site.engines["a"].is_paused
     assert await site.states() == {"a": "ready", "b": "ready"}
@@ -547,7 +550,7 @@ async def test_a_pause_that_waits_for_requests_is_no_disobedience(site, coordina
 
 @service("a", "b")
 async def test_a_process_that_alone_reports_failures_condemns_no_replica(site, coordinator):
-    """B10: a worker behind a broken link took every healthy replica out of traffic."""
+    """B10: a worker with a broken link took every healthy replica out of traffic."""
     rollouts = coordinator.rollouts
     await rollouts.submit("r", (make_group("g", 40),))
     (await rollouts.take(report("healthy", 20), 1.0))
@@ -564,7 +567,7 @@ async def test_a_process_that_alone_reports_failures_condemns_no_replica(site, c
 
 @service("a", "b")
 async def test_what_a_worker_given_up_for_lost_reports_of_replicas_counts_not(site, coordinator):
-    """B10: it came back, and said of each lease that its replica had not answered."""
+    """B10: the worker rejoined and reported for each lease that its replica had not answered."""
     rollouts = coordinator.rollouts
     await rollouts.submit("r", (make_group("g", 8),))
     held = (await rollouts.take(report("lost"), 1.0)).start
@@ -595,7 +598,7 @@ async def test_starts_are_counted_by_their_reason(site, coordinator):
         found = counted(coordinator.replicas.tally).items()
         return {labels[1]: num for (name, labels), num in found if name == "replica_starts_total"}
 
-    assert starts() == {"return": 1}  # it never asked: an earlier coordinator let it start
+    assert starts() == {"return": 1}  # it never asked: an earlier coordinator allowed its start
     for name, reason in (("b", "new"), ("c", "replacement"), ("d", "new")):
         await coordinator.replicas.starting(name, SOFTWARE)
         await site.join(name)

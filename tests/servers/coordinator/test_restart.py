@@ -1,4 +1,4 @@
-"""Orders that hold over a restart of the coordinator: real store, fake engines, virtual time."""
+"""Orders that remain valid after a restart of the coordinator: real store, fake engines, virtual time."""
 
 import sqlite3
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.support.records.samples import make_group
 
 
 async def restart(site):
-    """Another coordinator on the same directory; the replicas find it by their heartbeats."""
+    """Start another coordinator on the same directory. The replicas find it with their heartbeats."""
     await site.stop()
     calls = {name: len(engine.calls) for name, engine in site.engines.items()}
     coordinator = await site.start()
@@ -123,7 +123,7 @@ async def test_a_coordinator_whose_run_was_taken_over_says_so_once_and_asks_to_b
     await other.close()
     site.heartbeats.cancel()
     await coordinator.close()
-    await site.start()  # Serve starts the next one, which takes the run over in its turn
+    await site.start()  # Serve starts the next coordinator, which takes the run over again
     await site.coordinator.check_health()
 
 
@@ -161,7 +161,7 @@ async def test_leases_are_held_over_a_restart_by_what_processes_report(site, coo
         assert (await coordinator.rollouts.report_leases(late)).send_all
         assert (await coordinator.rollouts.report_leases(late)).send_all, "the answer was lost"
         held = tuple(HeldLease(placed[name], name, "", 10) for name in holders)
-        unknown = HeldLease(Lease("old", "a", "sim://a"), "r/g/9", "r/g", 10)  # it has its record
+        unknown = HeldLease(Lease("old", "a", "sim://a"), "r/g/9", "r/g", 10)  # its record is stored
         orders = await coordinator.rollouts.report_leases(LeaseReport(process_id, 8, leases=(*held, unknown)))
         assert not orders.send_all
     balancer = coordinator.replicas.balancer
@@ -169,7 +169,7 @@ async def test_leases_are_held_over_a_restart_by_what_processes_report(site, coo
     assert sum(one.num_leases for one in (await coordinator.status()).replicas) == balancer.num_holders == 4
     for one in started:
         await hand_in(coordinator.rollouts, "w", record(one))
-    for sequence in range(9, 200):  # the worker is silent, and the other process is not
+    for sequence in range(9, 200):  # the worker is silent, the other process is not
         await coordinator.rollouts.report_leases(LeaseReport("ingress", sequence))
         await site.clock.sleep(1.0)
     assert balancer.num_holders == 1
@@ -181,7 +181,7 @@ async def test_leases_are_held_over_a_restart_by_what_processes_report(site, coo
 @service("a")
 async def test_a_lease_that_nobody_says_to_hold_ends(site, coordinator):
     await coordinator.rollouts.report_leases(LeaseReport("ingress", 1, leases=()))
-    await coordinator.rollouts.lease("s", 100, "ingress")  # the answer was lost, and the caller has left
+    await coordinator.rollouts.lease("s", 100, "ingress")  # the answer was lost, and the caller has disconnected
     heard = await coordinator.rollouts.lease("t", 100, "ingress")
     await coordinator.rollouts.report_leases(LeaseReport("ingress", 2, taken=(heard.lease_id,)))
     for sequence in range(3, 70):
@@ -193,10 +193,10 @@ async def test_a_lease_that_nobody_says_to_hold_ends(site, coordinator):
 
 @service("a")
 async def test_a_cancel_holds_over_a_restart(site, coordinator):
-    """B1: the records of a cancelled rollout were refused by the next coordinator, and all began anew."""
+    """B1: the next coordinator refused the records of a cancelled rollout, and all samples restarted."""
     await coordinator.rollouts.submit("r", (make_group("g", 4),))
     running = (await coordinator.rollouts.take(report(num_free=2), 1.0)).start
-    site.store.is_broken = True  # the records of what was queued are still owed when the coordinator dies
+    site.store.is_broken = True  # the records of the queued samples are not yet written when the coordinator dies
     with pytest.raises(sqlite3.OperationalError):
         await coordinator.rollouts.cancel("r")
     site.store.is_broken = False
@@ -213,7 +213,7 @@ async def test_a_cancel_holds_over_a_restart(site, coordinator):
 @service("a")
 async def test_what_a_cancel_left_unwritten_is_written_by_the_next_coordinator(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 3),))
-    await site.store.cancel("r")  # and then it was killed
+    await site.store.cancel("r")  # then it was killed
     coordinator, _ = await restart(site)
     await site.clock.sleep(CONFIG.heartbeat_interval_s + CONFIG.restart_grace_s)
     page = await read_page(coordinator, "r", 0, 10, 0.0)
@@ -222,7 +222,7 @@ async def test_what_a_cancel_left_unwritten_is_written_by_the_next_coordinator(s
 
 @service("a")
 async def test_a_coordinator_whose_run_was_taken_over_hands_out_nothing(site, coordinator):
-    """B6: it found out only with its next write."""
+    """B6: the old coordinator detected the takeover only with its next write."""
     await site.store.take_over()
     await coordinator.rollouts.submit("r", (make_group("g", 4),))
     other = TrajectoryStore(site.path / "trajectories.sqlite", Inline)

@@ -1,4 +1,4 @@
-"""Room for samples, sessions and calls: real store, real balancer, fake engines, virtual time."""
+"""Capacity for samples, sessions and calls: real store, real balancer, fake engines, virtual time."""
 
 import asyncio
 from collections import Counter
@@ -19,11 +19,11 @@ from tests.support.engine.engines import INFO, SLEEPER
 from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record, report, service
 from tests.support.records.samples import make_group
 
-SMALL = replace(INFO, kv_capacity_tokens=1000)  # the samples below are expected to grow by 100 tokens each
+SMALL = replace(INFO, kv_capacity_tokens=1000)  # each sample below is expected to grow by 100 tokens
 
 
 async def fill(coordinator, num_groups=40):
-    """Submit groups of one until some wait for room; returns what has begun."""
+    """Submit groups of one sample until some wait for capacity. Returns the started samples."""
     await coordinator.rollouts.submit("r", tuple(make_group(f"g{n}", 1) for n in range(num_groups)))
     begun = (await coordinator.rollouts.take(report("w", 50), 0.0)).start
     assert 0 < len(begun) < num_groups
@@ -31,7 +31,7 @@ async def fill(coordinator, num_groups=40):
 
 
 class Process:
-    """A worker or an ingress process, as the coordinator hears it."""
+    """A worker or an ingress process, with the requests that it sends to the coordinator."""
 
     def __init__(self, coordinator, name="ingress"):
         self.coordinator, self.name = coordinator, name
@@ -49,7 +49,7 @@ class Process:
 
 
 async def calls_until_full(coordinator):
-    """Take leases for sessions until one has to wait."""
+    """Acquire leases for sessions until one has to wait."""
     ingress, leases = Process(coordinator), []
     await ingress.report(leases=())
     while len(leases) < 100:
@@ -104,7 +104,7 @@ async def test_calls_begin_beyond_the_room_of_samples_and_then_wait_in_their_ord
     after = asyncio.create_task(ingress.lease("after"))
     await site.clock.sleep(0.1)
     assert (await coordinator.status()).queue.num_waiting == 2
-    assert await ingress.lease("s0") == leases[0]  # what has a lease does not wait
+    assert await ingress.lease("s0") == leases[0]  # a session with a lease does not wait
     await ingress.release(leases[0])
     await site.clock.sleep(0.0)
     assert (waiting.done(), after.done()) == (True, False)
@@ -144,7 +144,7 @@ async def test_a_session_keeps_its_room_before_its_first_report_and_gives_it_bac
     balancer, reported = coordinator.replicas.balancer, leases[::2]
     used_tokens = balancer.kv_use("a").predicted_tokens
 
-    async def insist():  # another session wants the room all the time
+    async def insist():  # another session requests the capacity all the time
         with suppress(NoHealthyReplica):
             await waiting
         while True:
@@ -198,7 +198,7 @@ async def test_a_call_that_asks_again_keeps_its_turn(site, coordinator):
 
 @service("a", info=SMALL)
 async def test_calls_that_never_stop_coming_hold_a_sample_off_for_a_bounded_time(site, coordinator):
-    """Each call lasts a second, and two others wait at any time; the one sample begins after its patience."""
+    """Each call lasts a second, and two others always wait; the single sample starts after its patience."""
 
     async def caller(name):
         number = 0
@@ -229,7 +229,7 @@ async def test_calls_that_never_stop_coming_hold_a_sample_off_for_a_bounded_time
 @service("a", info=SMALL)
 async def test_samples_that_nobody_could_run_do_not_hold_calls_off(site, coordinator):
     await fill(coordinator)
-    await site.clock.sleep(60.0)  # no worker has a place: the refusals are old
+    await site.clock.sleep(60.0)  # no worker has a free slot, and the refusals are old
     _, leases, waiting = await calls_until_full(coordinator)
     assert leases
     waiting.cancel()
@@ -237,7 +237,7 @@ async def test_samples_that_nobody_could_run_do_not_hold_calls_off(site, coordin
 
 @service("a", info=SMALL)
 async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_is_given_back(site, coordinator):
-    """Two wait for room, first come first served; each goes on when an end makes room, not a second later."""
+    """Two sessions wait for capacity in FIFO order; each continues as soon as another ends, not a second later."""
     begun = await fill(coordinator)
     worker, gone = Process(coordinator, "w"), begun[:2]
     await worker.report(leases=())
@@ -246,7 +246,7 @@ async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_
         await worker.report(turns=(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0)))
     asked = {(one.lease.lease_id, None) for one in gone}
     more = []
-    while not asked <= set((await worker.report()).moves):  # until others want their room
+    while not asked <= set((await worker.report()).moves):  # until other sessions request its capacity
         names = assignment_ids([*begun, *more])
         more += (await coordinator.rollouts.take(report("w", 1, *names), 0.0)).start
         await site.clock.sleep(1.0)
@@ -262,7 +262,7 @@ async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_
     ends = iter([*begun[2:], *more])
     for index, task in enumerate(waiting):
         while not task.done():
-            await site.clock.sleep(0.01)  # far from the next look at the fleet, which wakes all
+            await site.clock.sleep(0.01)  # long before the next fleet check, which wakes all
             assert not task.done()
             now = site.clock.now()
             await hand_in(coordinator.rollouts, "w", record(next(ends)))
@@ -275,7 +275,7 @@ async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_
 
 @service("a", info=SMALL)
 async def test_a_users_crowd_keeps_no_other_user_out(site, coordinator):
-    """A has more sessions than there is room for, and many that wait; B's calls begin as they come."""
+    """User A has more sessions than the capacity, many of them waiting; B's calls start as they arrive."""
     ingress, held = Process(coordinator), []
     await ingress.report(leases=())
 
@@ -298,7 +298,7 @@ async def test_a_users_crowd_keeps_no_other_user_out(site, coordinator):
         await call(f"b~s{index}")
     assert site.clock.now() == began_at
     before = len(held)
-    for _, lease in held[:num_begun]:  # A's first ones end: its others begin again, in their order
+    for _, lease in held[:num_begun]:  # A's first sessions end, and its waiting ones start in order
         await ingress.release(lease)
         await site.clock.sleep(0.01)
     later = [name for name, _ in held[before:]]
@@ -315,7 +315,7 @@ SHARES = UserTable(limits={"a": UserLimits(share=3.0), "b": UserLimits()})
 
 @service("a", info=SMALL, config=replace(CONFIG, read_users=lambda: SHARES))
 async def test_waiting_sessions_begin_by_their_users_shares(site, coordinator):
-    """A and B have many sessions each that wait; sessions that begin keep the places by share."""
+    """A and B have many waiting sessions each; sessions that start are divided by share."""
     ingress, begun = Process(coordinator), []
     await ingress.report(leases=())
 

@@ -1,9 +1,9 @@
-"""Bad bodies and parameters against the real chat endpoint: the table specifies what is refused, and how.
+"""Bad bodies and parameters against the real chat endpoint: the table specifies each refusal.
 
-The number that begins each name is the row of the fault table. Every case asserts the status, the code, the
-parameter that is named, the request id and the size of the answer, and that no session is left behind; the service
-answers good calls after all of them. Where an outcome is not the row's, the case says why. The table is what makes
-this file long.
+The number at the start of each name is the row of the fault table. Every case asserts the status, the code, the
+named parameter, the request id and the size of the answer, and that no session is left; afterwards the service
+answers valid calls. If an outcome differs from the row's, the case explains it. The file is long because of the
+table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 class Case(NamedTuple):
     body: bytes
-    param: str | None = None  # the beginning of it
+    param: str | None = None  # its beginning
     status: int = 400
     code: str = "invalid_request"
     path: str = CHAT
@@ -51,12 +51,12 @@ def with_(path: str = CHAT, **fields: Any) -> bytes:
 
 
 def scored(*prompts: list[int], start: int = 1, **fields: Any) -> bytes:
-    """A body of the route of scores."""
+    """Return a body of the score route."""
     return orjson.dumps({"prompts": [{"token_ids": one, "start": start} for one in prompts], **fields})
 
 
 def raw(field: str, text: str, path: str = CHAT) -> bytes:
-    """The good body with a field written as it is: what no JSON library would write."""
+    """Return the valid body with a field written verbatim, including text that no JSON library would write."""
     return with_(path)[:-1] + b', "' + field.encode() + b'": ' + text.encode() + b"}"
 
 
@@ -84,7 +84,7 @@ LONE = b'{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"'
 MANY_PARTS = [{"type": "text", "text": 1} for _ in range(12_000)]
 SCHEMA = "response_format.json_schema.schema"
 
-# --- rows 40 to 44: what is no JSON, or not the JSON that was meant; the same on every route that takes a body ----
+# Rows 40 to 44: invalid or ambiguous JSON; the same on every route that has a body
 
 NOT_JSON: dict[str, bytes] = {
     "40 malformed": b"{model: 1}",
@@ -113,7 +113,7 @@ NOT_JSON: dict[str, bytes] = {
 CASES: dict[str, Case] = {
     "41 integer of 4,000 digits": Case(raw("seed", "9" * 4000), "seed"),
     "41 nesting below the parser's bound": Case(raw("metadata", "[" * 150 + "]" * 150), "metadata"),
-    # --- 42: numbers that are none ---
+    # Row 42: numbers that are not finite
     "42 NaN": Case(raw("temperature", "NaN"), "temperature"),
     "42 Infinity": Case(raw("temperature", "Infinity"), "temperature"),
     "42 -Infinity": Case(raw("frequency_penalty", "-Infinity"), "frequency_penalty"),
@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
     "42 NaN, sessions": Case(b'{"ttl_s": NaN}', "ttl_s", path="/sessions"),
     "43 lone surrogate in content": Case(LONE + b'\\ud800"}]}'),
     "43 half a pair at the end of content": Case(LONE + b'ok \\ud83d"}]}'),
-    # --- 45: more faults than anybody wants to read ---
+    # Row 45: a very large number of faults
     "45 12,000 bad parts": Case(user(MANY_PARTS), "messages.0.content"),
     "45 1,000 bad parts": Case(user(MANY_PARTS[:1000]), "messages.0.content"),
     "45 8,000 bad messages": Case(with_(messages=[{"role": "user", "content": 1}] * 8000), "messages.0"),
@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
     ),
     "45 text of 1 MB where a choice is due": Case(with_(tool_choice="x" * 1_000_000), "tool_choice"),
     "45 role of 1 MB": Case(with_(messages=[{"role": "x" * 1_000_000, "content": ""}]), "messages.0"),
-    # --- 46: wrong types and absurd sizes ---
+    # Row 46: wrong types and absurd sizes
     "46 bool for an integer": Case(with_(max_tokens=True), "max_tokens"),
     "46 bool for a number": Case(with_(temperature=True), "temperature"),
     "46 text for a number": Case(with_(temperature="1"), "temperature"),
@@ -223,7 +223,7 @@ CASES: dict[str, Case] = {
     "46 no max_tokens": Case(
         b'{"model":"tiny","messages":[{"role":"user","content":"x"}]}', "max_tokens", path=MESSAGES
     ),
-    # What would change the meaning of an answer is refused by its name.
+    # Fields that would change the meaning of an answer are refused by name.
     "46 audio": Case(with_(audio={"voice": "x", "format": "wav"}), "audio", code=UNSUPPORTED),
     "46 modalities": Case(with_(modalities=["text", "audio"]), "modalities", code=UNSUPPORTED),
     "46 prediction": Case(with_(prediction={"type": "content", "content": "x"}), "prediction", code=UNSUPPORTED),
@@ -244,7 +244,7 @@ CASES: dict[str, Case] = {
     ),
     "46 suffix": Case(with_(COMPLETIONS, suffix="x"), "suffix", code=UNSUPPORTED, path=COMPLETIONS),
     "46 conversation": Case(with_(RESPONSES, conversation="r"), "conversation", code=UNSUPPORTED, path=RESPONSES),
-    # --- 47: lengths; a max_tokens that fits the bound but not the context is clamped, see below ---
+    # Row 47: lengths; a max_tokens within its bound that exceeds the context is clamped, see below
     "47 prompt beyond the context": Case(user("many words " * 5000), None, code="context_length_exceeded"),
     "47 prompt beyond the context, completions": Case(
         with_(COMPLETIONS, prompt=[5] * 5000), None, code="context_length_exceeded", path=COMPLETIONS
@@ -267,7 +267,7 @@ CASES: dict[str, Case] = {
         with_(RESPONSES, max_output_tokens=0), "max_output_tokens", path=RESPONSES
     ),
     "47 max_tokens of 0, messages": Case(with_(MESSAGES, max_tokens=0), "max_tokens", path=MESSAGES),
-    # --- 48: schemas that no compiler should see (catastrophic patterns: see below) ---
+    # Row 48: schemas that must not reach a compiler (catastrophic patterns: see below)
     "48 schema that is itself": Case(answering({"$ref": "#"}), SCHEMA),
     "48 schemas in a circle": Case(
         answering({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), SCHEMA
@@ -283,7 +283,7 @@ CASES: dict[str, Case] = {
         with_(tools=[tool(parameters={"description": "x" * 10_000_000})]), "tools.0.function"
     ),
     "48 unknown format": Case(with_(response_format={"type": "regex", "regex": "(a+)+$"}), "response_format"),
-    # --- 50: names of nothing ---
+    # Row 50: unknown names
     "50 unknown model": Case(with_(model="gpt-9"), "model", 404, "model_not_found"),
     "50 unknown model, completions": Case(
         with_(COMPLETIONS, model="gpt-9"), "model", 404, "model_not_found", COMPLETIONS
@@ -303,7 +303,7 @@ CASES: dict[str, Case] = {
         b'{"reward": 1}', "session_id", 404, "session_not_found", "/sessions/nobody/reward"
     ),
     "50 unknown session, finish": Case(b"{}", "session_id", 404, "session_not_found", "/sessions/nobody/finish"),
-    # --- 59: nobody brings a template ---
+    # Row 59: templates from clients
     "59 chat_template": Case(with_(chat_template="{% for i in range(10**9) %}x{% endfor %}"), "chat_template"),
     "59 chat_template_kwargs": Case(with_(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
     "59 custom_logit_processor": Case(with_(custom_logit_processor="x"), "custom_logit_processor"),
@@ -319,7 +319,7 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
-    """One service for the whole table, which it outlives: what is refused must leave no trace."""
+    """One service for the whole table: refused requests must leave no trace in it."""
     async with chat_service(tmp_path_factory.mktemp("bad-input")) as service:
         yield service
         for path in GOOD:
@@ -335,7 +335,7 @@ async def check_refused(service: ChatService, case: Case, headers: dict[str, str
     assert case.param is None or len(error["param"]) <= 300
     assert "Traceback" not in error["message"]
     assert "site-packages" not in error["message"]
-    if case.code != "context_length_exceeded":  # which is known only once a session has rendered it
+    if case.code != "context_length_exceeded":  # known only after a session has rendered the prompt
         assert service.sessions.num_open == before, case.path
 
 
@@ -416,7 +416,7 @@ async def test_46_what_is_harmless_is_accepted(service: ChatService) -> None:
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 async def test_47_more_than_the_context_holds_is_clamped(service: ChatService, field: str) -> None:
-    """The clamp rule: a maximum within the bound of the field means at most what the context holds."""
+    """A max_tokens within the bound of the field means at most the rest of the context."""
     asked = {
         "model": MODEL,
         "messages": [USER],
@@ -430,7 +430,10 @@ async def test_47_more_than_the_context_holds_is_clamped(service: ChatService, f
 
 
 async def test_48_a_pattern_that_is_catastrophic_to_match_does_not_hold_up_others(service: ChatService) -> None:
-    """The endpoint matches no client's pattern: it hands short ones on, and the engine compiles them in time or
-    says 400. The simulated engine takes any."""
+    """The endpoint does not match a client's pattern.
+
+    It passes short patterns on, and the engine compiles them in time or returns 400. The simulated engine accepts
+    any pattern.
+    """
     body = orjson.loads(answering({"type": "string", "pattern": "(a+)+$"}))
     assert (await service.call("POST", CHAT, json=body))[0] == 200

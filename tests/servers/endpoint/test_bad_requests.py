@@ -1,5 +1,6 @@
-"""Bad, slow and repeating clients against the real chat endpoint, on the server that agents of this host reach: the
-rows of the fault table that are about requests rather than what is in them.
+"""Bad, slow and repeating clients against the real chat endpoint, on the server for agents of this host.
+
+Covers the rows of the fault table that concern requests rather than their contents.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
         yield service
 
 
-# --- row 16: calls that are refused -----------------------------------------------------------------------
+# Row 16: refused calls
 
 
 async def turns_of(service: ChatService, session_id: str) -> int:
@@ -51,7 +52,7 @@ async def turns_of(service: ChatService, session_id: str) -> int:
 
 
 async def test_16_equal_calls_that_are_refused_and_retried_are_siblings(tmp_path: Path) -> None:
-    """The session is made by the first call that finds a slot; the others are refused before it exists."""
+    """The first call that finds a slot creates the session; the others are refused before it exists."""
     asked = {**BODY, "max_tokens": 30, "session": "siblings", "return_token_ids": True}
     refusals = 0
 
@@ -90,14 +91,14 @@ async def test_refused_calls_leave_no_session(tmp_path: Path, is_streamed: bool)
             assert service.sessions.num_open == 0
 
 
-# --- rows 35 to 39: clients that are slow, and what is too much -------------------------------------------
+# Rows 35 to 39: slow clients and excessive requests
 
 
 @pytest.mark.slow
 async def test_35_who_does_not_read_is_cut_off_and_others_do_not_wait(tmp_path: Path) -> None:
     async with chat_service(tmp_path, bounds=BOUNDS) as service:
         asked = {**BODY, "max_tokens": 3500, "n": 12, "stream": True, "logprobs": True, "top_logprobs": 20}
-        data = orjson.dumps({**asked, "logit_bias": {"2": -100}})  # more than all the buffers on the way hold
+        data = orjson.dumps({**asked, "logit_bias": {"2": -100}})  # more than all buffers on the way hold
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.setblocking(False)
@@ -110,7 +111,7 @@ async def test_35_who_does_not_read_is_cut_off_and_others_do_not_wait(tmp_path: 
                 await check_good(service)
                 await asyncio.sleep(BOUNDS.endpoint.send_timeout_s / 4)
             read = b""
-            while data := await _some(reader):  # what the buffers hold
+            while data := await _some(reader):  # the contents of the buffers
                 read = (read + data)[-100:]
         writer.close()
         assert b"[DONE]" not in read
@@ -183,7 +184,7 @@ async def test_39_what_has_no_end_is_not_listened_to(service: ChatService, head:
     writer.write(head)
     num_sent = 0
     with suppress(ConnectionError):
-        while num_sent < 50_000_000:  # what the system's buffers take is a small part of it
+        while num_sent < 50_000_000:  # the system's buffers hold only a small part of it
             writer.write(piece)
             await writer.drain()
             num_sent += len(piece)
@@ -240,7 +241,8 @@ async def test_36_no_connection_is_kept_for_ever(hasty: ChatService, sent: bytes
     async with asyncio.timeout(30):
         with suppress(ConnectionError):
             while await reader.read(1024):
-                writer.write(b"\r" if sent.endswith(b"\n") else b"x")  # another byte keeps nothing open
+                # another byte does not keep the connection open
+                writer.write(b"\r" if sent.endswith(b"\n") else b"x")
     writer.close()
     await check_good(hasty)
 
@@ -253,7 +255,7 @@ async def test_36_the_oldest_connections_make_room(tmp_path: Path, limits: dict[
             for reader, writer in connections:
                 writer.write(request(method="GET", target="/none", is_last=False))
                 await reader.readuntil(b"\r\n\r\n")
-        await check_good(service)  # a newcomer is served
+        await check_good(service)  # a new client is served
         readers = [reader for reader, _ in connections]
         async with asyncio.timeout(60):
             for reader in readers[:39]:
@@ -273,15 +275,15 @@ async def test_35_an_answer_that_nobody_takes_is_given_up(tmp_path: Path) -> Non
         loop = asyncio.get_running_loop()
         await loop.sock_connect(slow, ("127.0.0.1", service.port))
         with suppress(ConnectionError):
-            async with asyncio.timeout(120):  # the system itself gives such a peer up after a quarter of an hour
-                while True:  # pages larger than its buffers, one request behind the other
+            async with asyncio.timeout(120):  # the system itself drops such a peer after a quarter of an hour
+                while True:  # pipelined requests for pages that exceed the server's buffers
                     await loop.sock_sendall(slow, request(method="GET", target="/openapi.json", is_last=False))
         slow.close()
         await check_good(service)
 
 
 async def test_37_long_bodies_wait_for_each_other_and_short_ones_do_not(tmp_path: Path) -> None:
-    """Two of three fit: the third is read once one of them has been, has left, or was too slow."""
+    """Two of three fit: the third is read after one of them has been read, has disconnected, or was too slow."""
     long = orjson.dumps({**BODY, "messages": [{"role": "user", "content": "x" * 400_000}]})
     head = request(JSON, f"Content-Length: {len(long)}", is_last=False)
     http = replace(BOUNDS.http, max_body_bytes=1 << 20, max_bytes_of_bodies=2 * len(long), body_timeout_s=20.0)
@@ -290,13 +292,13 @@ async def test_37_long_bodies_wait_for_each_other_and_short_ones_do_not(tmp_path
         for _, writer in opened[:2]:
             writer.write(head + long[:-1])
             await writer.drain()
-        await check_good(service)  # time for both to be begun
+        await check_good(service)  # time for both to start
         opened[2][1].write(head + long)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await opened[2][0].readline()
         await check_good(service)
-        opened[0][1].close()  # it left
+        opened[0][1].close()  # it disconnects
         async with asyncio.timeout(20):
             assert (await opened[2][0].readline()).startswith(b"HTTP/1.1 400 ")  # longer than the context
         for _, writer in opened:
@@ -338,9 +340,9 @@ async def test_39_too_many_headers(service: ChatService, headers: Sequence[str])
     answers = await exchanged(service, request(JSON, f"Content-Length: {len(DATA)}", *headers, body=DATA))
     if (
         answers and answers[0].headers.get("content-type") == "application/json"
-    ):  # else the server did not read it all
+    ):  # otherwise the server has not read all of it
         check_answer(answers[0].status, answers[0].headers, answers[0].body)
-    assert [answer.status for answer in answers] in ([400], [431], [])  # or it hangs up
+    assert [answer.status for answer in answers] in ([400], [431], [])  # or it closes the connection
     await check_good(service)
 
 
@@ -350,7 +352,7 @@ async def test_39_a_long_path(service: ChatService) -> None:
     await check_good(service)
 
 
-# --- row 50: sessions that have been ----------------------------------------------------------------------
+# Row 50: sessions that have ended
 
 
 async def test_50_a_session_that_expired_is_gone(service: ChatService) -> None:

@@ -1,4 +1,4 @@
-"""Habits of clients that the dialects say nothing of: names of models, keys of retries, parameters of engines."""
+"""Client habits that the dialects do not specify: model names, retry keys, engine parameters."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_a_stop_token_of_the_request_ends_a_turn_that_the_template_then_cl
     before = [*answer["prompt_token_ids"], *choice["token_ids"]]
     assert again["session"]["split_reason"] is None
     assert again["prompt_token_ids"][: len(before)] == before
-    # The turn was open: the template's own stop token comes first.
+    # The turn was not closed, so the template's own stop token comes first.
     assert again["prompt_token_ids"][len(before)] in RENDERER.stop_token_ids
 
 
@@ -161,7 +161,7 @@ async def check_demands(service: ChatService, path: str, body: dict[str, Any]) -
 
 
 def write_thinking_model(folder: Path) -> TemplateRenderer:
-    """The shipped policy with a template that has a switch for thoughts, as Qwen3's, and names the effort."""
+    """Write the shipped policy with a template that can disable reasoning, like Qwen3's, and renders the effort."""
     shutil.copytree(POLICY, folder)
     template = folder / "chat_template.jinja"
     switch = (
@@ -203,7 +203,7 @@ async def test_every_dialect_gives_arguments_to_the_template(tmp_path: Path) -> 
         assert (await posted("/tokenize", {"messages": [USER], **quiet}))["tokens"] == wanted[0]
         counted = await posted("/v1/messages/count_tokens", {"messages": [USER], **asked[MESSAGES][1]})
         assert counted["input_tokens"] == len(wanted[0])
-        # Under the same arguments a conversation is one path, whatever dialect it goes on in.
+        # With the same arguments, a conversation is one path, whichever dialect continues it.
         session = {"session": "s", "return_token_ids": True}
         first = await posted(CHAT, {**BODIES[CHAT], **session, **quiet, "max_tokens": 40})
         echo = [USER, {"role": "assistant", "content": first["choices"][0]["message"]["content"]}, USER]
@@ -229,7 +229,7 @@ async def test_a_thread_is_refused_as_anthropics_sdk_reads_it(service: ChatServi
 
 
 async def test_a_list_of_prompts_is_answered_as_each_of_them(service: ChatService) -> None:
-    """As TRL's client of vLLM asks: each choice has its prompt's ids, and the sampled token beside its logprob."""
+    """TRL's client of vLLM: each choice has its prompt's ids, and the sampled token next to its logprob."""
     prompts = [[5, 6, 7], [8, 9]]
     asked = {"model": MODEL, "max_tokens": 4, "seed": 3, "n": 2, "logprobs": 0, "return_token_ids": True}
     asked |= {"return_tokens_as_token_ids": True}

@@ -1,7 +1,8 @@
-"""Connections are cut at random while agents talk to the endpoint with retries on; then a history checker compares
-what the agents got with what their sessions recorded: no doubled turn, no lost one, every answer token for token.
+"""Agents with retries talk to the endpoint while connections are cut at random; a checker tests the histories.
 
-Each attempt samples other tokens, so an answer that is not the recorded one would be seen.
+It compares the answers that the agents received with the turns that their sessions recorded: no turn is doubled or
+lost, and every answer matches token for token. Each attempt samples other tokens, so an answer that differs from
+the recorded one is detected.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from agentloop.trajectory.node import ModelCallState
 from tests.support.endpoint.chat_service import MODEL, ChatService, chat_service
 from tests.support.endpoint.cutting_proxy import Cut, CuttingProxy, cutting
 
-NUM_TURNS = 9  # of a session; at every third of them a sub-agent asks too
+NUM_TURNS = 9  # per session; in every third turn a sub-agent calls too
 CALLS_PER_SESSION = NUM_TURNS + NUM_TURNS // 3
 MAX_TOKENS = 12
 CUT_RATE = 0.05
@@ -32,7 +33,7 @@ Turn = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class History:
-    """What one agent knows of its session."""
+    """The view of one agent on its session."""
 
     answers: list[Turn] = field(default_factory=list)
     turn_ids: list[str] = field(default_factory=list)
@@ -43,10 +44,10 @@ class History:
 
 
 class Agent:
-    """Talks to one session, over a connection a call.
+    """Calls one session, with a new connection per call.
 
-    The SDK repeats what fails before an answer begins; a stream that breaks later is the agent's to repeat,
-    with the count that says so.
+    The SDK repeats calls that fail before an answer begins. If a stream breaks later, the agent repeats the call,
+    with the count that marks a retry.
     """
 
     def __init__(self, client: openai.AsyncOpenAI, session_id: str, *, is_streaming: bool) -> None:
@@ -84,8 +85,8 @@ class Agent:
         return {"role": "assistant", "content": choice.message.content}
 
     async def _stream(self, messages: list[Any], headers: dict[str, str]) -> dict[str, Any]:
-        """One try. Raises APIConnectionError if the answer ends before its finish."""
-        # The SDK would repeat the request with the count that this agent set, which only another client can send.
+        """Run one attempt. Raises APIConnectionError if the answer ends before its finish."""
+        # The SDK would repeat the request with this agent's retry count, which only another client could send.
         chunks = await self._client.with_options(max_retries=0).chat.completions.create(
             model=MODEL,
             messages=messages,
@@ -109,7 +110,7 @@ class Agent:
 
 
 def recorded(trajectory: dict[str, Any]) -> Iterator[Turn]:
-    """Every turn of a trajectory once, after checking that each was sampled from what its path had before."""
+    """Yield every turn of a trajectory once, after checking that its prompt is the path before it."""
     for path in trajectory["paths"]:
         ids = (*path["prompt_ids"], *path["response_ids"])
         num_prompt = len(path["prompt_ids"])
@@ -122,13 +123,13 @@ def recorded(trajectory: dict[str, Any]) -> Iterator[Turn]:
 
 
 async def finished(service: ChatService, session_id: str) -> Any:
-    """End a session with its control key."""
+    """Finish a session with its control key."""
     control = {"authorization": f"Bearer {service.sessions.keys.control_key(session_id)}"}
     return await service.call("POST", f"/sessions/{session_id}/finish", json={}, headers=control)
 
 
 async def check_history(service: ChatService, session_id: str, history: History) -> None:
-    """What the session has is what its agent got: all of it, nothing else, nothing twice."""
+    """Check that the session has exactly the turns that its agent received, each once."""
     facts = (await service.call("GET", f"/sessions/{session_id}"))[1]
     assert facts["is_complete"]
     assert facts["num_turns"] == len(history.answers) == len(set(history.turn_ids))
@@ -138,7 +139,7 @@ async def check_history(service: ChatService, session_id: str, history: History)
 
 
 def check_schedule(proxy: CuttingProxy, num_calls: int) -> None:
-    """The run was what it is meant to be: cuts of every kind, about as many as asked for."""
+    """Check that the run had cuts of every kind, about as many as requested."""
     assert proxy.num_connections >= num_calls
     assert set(proxy.cuts) == set(Cut)
     assert 0.5 < proxy.cuts.total() / proxy.num_connections / CUT_RATE < 1.5
@@ -171,7 +172,7 @@ async def test_no_turn_is_doubled_or_lost_when_connections_are_cut(tmp_path: Pat
             session = await service.sessions.find(agent.session_id, None)
             num_failed += sum(call.state is ModelCallState.FAILED for call in session.calls)
             await check_history(service, agent.session_id, agent.history)
-        assert num_failed > 0  # some were cancelled, and made good
+        assert num_failed > 0  # some calls were cancelled and repeated
         load = service.engine.load()
         assert (load.num_running, load.num_waiting) == (0, 0)
         assert len(service.coordinator.finished["sessions"]) == num_sessions

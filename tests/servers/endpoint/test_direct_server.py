@@ -1,4 +1,4 @@
-"""The end of an ingress process's server, with requests in flight."""
+"""Shutdown of an ingress process's server with requests in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentloop_servers.private_http.trust import Trust
 
 
 async def waiting_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Long polls that nothing ends; `/stream` has begun its answer."""
+    """An app with long polls that never end; `/stream` has begun its answer."""
     if scope["type"] == "lifespan":
         return
     if scope["path"] == "/stream":

@@ -1,4 +1,4 @@
-"""Clients that leave take their calls with them, and clients that wait are told that they are not forgotten."""
+"""A disconnected client aborts its calls, and a waiting client receives keep-alives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CUT_BY_CLIENT = "streams_cut_total", ("client",)
 
 @pytest.fixture(scope="module")
 async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
-    """Its calls take half a minute and more."""
+    """A service whose calls take at least half a minute."""
     bounds = Bounds(endpoint=EndpointLimits(keep_alive_s=KEEP_ALIVE_S))
     async with chat_service(tmp_path_factory.mktemp("service"), bounds=bounds, decode_s=0.02) as service:
         yield service
@@ -38,14 +38,14 @@ async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
 
 @pytest.fixture
 async def service(started: ChatService) -> AsyncIterator[ChatService]:
-    """The service without calls, before a test and after it."""
+    """The service, with a check for open calls before and after each test."""
     yield started
     await started.engine.resume()
     await until_running(started, False)
 
 
 async def until_running(service: ChatService, is_running: bool) -> float:
-    """Wait for the engine to have, or not to have, requests; returns the seconds that took."""
+    """Wait until the engine has, or has no, requests. Returns the seconds that this took."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     async with asyncio.timeout(30):
@@ -64,12 +64,12 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:
 async def test_14_a_client_that_leaves_frees_the_engine(
     service: ChatService, path: str, is_streaming: bool, is_paused: bool
 ) -> None:
-    """Within the second that is promised; while the engine is paused, too."""
+    """Within the promised second, and also while the engine is paused."""
     call = asyncio.create_task(_call_for_ever(service, path, is_streaming))
     await until_running(service, True)
     if is_paused:
         await service.engine.pause(PauseMode.KEEP)
-    await asyncio.sleep(0.1)  # for a stream to begin
+    await asyncio.sleep(0.1)  # the stream must have begun
     assert not call.done()
     call.cancel()
     assert await until_running(service, False) < 1.0
@@ -93,14 +93,14 @@ async def test_14_a_client_that_leaves_a_stream_is_no_error(service: ChatService
             async with service.http.post(service.url + path, json=body_of(path, stream=True)) as answer:
                 await answer.content.readany()
             await until_running(service, False)
-        reset = socket.create_connection(("127.0.0.1", service.port))  # and one that is cut, not closed
+        reset = socket.create_connection(("127.0.0.1", service.port))  # a reset connection instead of a closed one
         data = orjson.dumps(body_of(path, stream=True))
         reset.sendall(request(JSON, f"Content-Length: {len(data)}", target=path, body=data))
         await asyncio.to_thread(reset.recv, 100)
         reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         reset.close()
         await until_running(service, False)
-        async with asyncio.timeout(30):  # a cut is counted a moment after its call has ended
+        async with asyncio.timeout(30):  # a cut is counted shortly after its call has ended
             while counted(service.sessions.parts.tally).get(CUT_BY_CLIENT, 0) < cuts + 11:
                 await asyncio.sleep(0.01)
     assert [log for log in logs if log["log_level"] not in ("debug", "info")] == []

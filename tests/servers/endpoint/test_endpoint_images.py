@@ -1,4 +1,4 @@
-"""Images over HTTP: a conversation in a session, its prompts, its record and its files, and what is refused."""
+"""Images over HTTP: a conversation in a session, its prompts, its record and its files, and refusals."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ async def test_a_client_shows_images(renderer: TemplateRenderer, tmp_path: Path)
             two = await client.chat.completions.create(model="tiny", messages=history, max_tokens=5)
             assert two.usage.prompt_tokens == len(preview["prompt_token_ids"])
             status, _, _ = await service.call("POST", render, json=body)
-            assert status == 400  # outside of a session nobody is asked for the tokens of images
+            assert status == 400  # outside a session, the tokens of images are not requested
 
         session = await service.sessions.find("s", None)
         trajectory: Trajectory = session.trajectory()

@@ -28,7 +28,7 @@ def service(shared_service: Service) -> Service:
 
 
 async def is_lost(call: asyncio.Task[int]) -> bool:
-    """Whether a call got no answer: an error, or a connection that was cut."""
+    """Return True if a call got no answer: an error, or a cut connection."""
     try:
         return await call >= 500
     except aiohttp.ClientError:
@@ -69,7 +69,7 @@ async def test_an_unmodified_client_has_a_recorded_conversation(service, way, ow
 async def test_a_session_of_the_client_library(service):
     async with service.client.session() as session:
         assert session.base_url.startswith("http://127.0.0.1:")
-        assert not session.base_url.startswith(service.url)  # it goes the direct way
+        assert not session.base_url.startswith(service.url)  # it uses the direct URL
         await session.openai.chat.completions.create(**body())
         await session.reward(1.0)
     record = await record_of(service.client, session.session_id)
@@ -100,7 +100,7 @@ async def test_a_stopped_ingress_process_holds_up_its_own_sessions_alone(service
     stopped = service.pid_of(0)
     stop_process(stopped)
     try:
-        for _ in range(8):  # each by a connection of its own, which the process that runs accepts
+        for _ in range(8):  # each with its own connection, accepted by the running process
             async with aiohttp.ClientSession() as http:
                 given = body(max_tokens=4)
                 async with http.post(f"{others['base_url']}/chat/completions", json=given) as answer:
@@ -126,7 +126,7 @@ async def test_a_killed_ingress_process_loses_nothing_that_was_answered(service)
         assert await is_lost(without)
         with pytest.raises(aiohttp.ClientError):
             await stream.read()
-        await service.call_with_retries(other)  # its connection may have been the killed one's
+        await service.call_with_retries(other)  # its connection may have been to the killed process
         assert await with_retries in ("stop", "length")
     finally:
         with_retries.cancel()
@@ -135,7 +135,7 @@ async def test_a_killed_ingress_process_loses_nothing_that_was_answered(service)
         assert (found["num_turns"], found["num_open_calls"], found["is_complete"]) == (num_turns, 0, is_complete)
         assert await service.call(place) == 200
     async with openai.AsyncOpenAI(base_url=kept["direct_url"], api_key=kept["api_key"]) as direct:
-        await direct.chat.completions.create(**body())  # its URL and its key are still good
+        await direct.chat.completions.create(**body())  # its URL and its key are still valid
     await service.until_engines_idle()
     for place, is_complete in ((kept, True), (cut, False), (healed, True), (other, True)):
         finish = f"{service.url}/sessions/{place['session_id']}/finish"

@@ -1,4 +1,4 @@
-"""One call a turn and stop strings outside the reasoning, in the three chat dialects, streamed or not."""
+"""One call per turn and stop strings outside the reasoning, in the three chat dialects, streamed or not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REASONED = "<think>\nThe task says Question: what? 42.\n</think>\n\n42.\nQuestio
 
 
 async def asked(service: DialectService, session_id: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The answer, or the events of a stream."""
+    """Return the answer, or the events of a stream."""
     url = f"{service.url}/sessions/{session_id}{path}"
     async with aiohttp.ClientSession() as http, http.post(url, json={"model": MODEL, **body}) as answer:
         text = await answer.text()

@@ -1,4 +1,4 @@
-"""The file of open calls: what a reader of it finds after whatever moment, and what it refuses."""
+"""The log of open calls: the entries that a reader finds after a crash at any point, and refused files."""
 
 from __future__ import annotations
 
@@ -224,5 +224,5 @@ def test_a_killed_process_leaves_whole_lines(path: Path, kill_after: int) -> Non
     found = numbers(path)
     last = found[-1]
     assert last >= told
-    # Those that had ended are gone, and of the others none is missing: the last one's end may not have come.
+    # Ended calls are absent and no open call is missing; only the end of the last call may be missing.
     assert found == list(range(max(last - 299, 0), last + 1)) or found == list(range(last - 300, last + 1))

@@ -1,4 +1,4 @@
-"""Three ingress processes of one service, in one event loop: whichever is asked, a session's owner answers."""
+"""Three ingress processes of one service in one event loop: a session's owner answers requests to each of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ engines: list[SimulatedEngine] = []
 
 
 def build(config: ServiceConfig) -> SimulatedEngine:
-    """An engine that takes about two seconds for 1,000 tokens."""
+    """Build an engine that takes about two seconds for 1,000 tokens."""
     spec = SimulatedSpec(RENDERER.vocab_size, 4096, num_blocks=64_000, latency=LatencyModel(decode_s=0.002))
     engines.append(SimulatedEngine(spec))
     return engines[-1]
@@ -60,7 +60,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def id_of(owner: int, prefix: str) -> str:
-    """A session id of one's own that belongs to process `owner`."""
+    """Return a client-chosen session id that belongs to process `owner`."""
     names = (f"{prefix}-{number}" for number in range(1000))
     return next(name for name in names if zlib.crc32(name.encode()) % NUM == owner)
 
@@ -70,7 +70,7 @@ def body(**changed: Any) -> dict[str, Any]:
 
 
 def ended(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    """What of the headers is not about one connection."""
+    """Return the headers that do not concern a single connection."""
     return {name.lower(): value for name, value in answer.headers.items() if name.lower() not in FRAMING}
 
 
@@ -175,7 +175,7 @@ async def test_a_repeat_through_another_process_is_the_same_answer_byte_for_byte
             if is_streamed:  # each stream has its own id and time
                 content = re.sub(rb'"id":"chatcmpl-\w+"|"created":\d+', b"", content)
             seen.append((content, ended(answer)))
-    _first, second, third, fourth = seen  # a repeat's stream need not be cut as the first one was
+    _first, second, third, fourth = seen  # the stream of a repeat may be cut differently
     assert second == third == fourth
     assert content.endswith(b"data: [DONE]\n\n") is is_streamed
     assert (await facts(http, site.urls[0], session_id))["num_turns"] == 1
@@ -190,7 +190,7 @@ async def test_records_are_the_same_bytes_through_any_process(site, http):
     for accept in ("application/json", "application/msgpack"):
         seen = set()
         for url in site.urls:
-            # Spelled with an escape: the target goes on as it came.
+            # An escaped spelling: the target is forwarded unchanged.
             path = f"/sessions/{session_id.replace('-', '%2D')}/trajectories"
             async with http.get(URL(url + path, encoded=True), headers={"accept": accept}) as answer:
                 assert (answer.status, answer.content_type) == (200, accept)
@@ -255,7 +255,8 @@ async def test_a_session_of_ones_own_id_is_made_by_its_owner(site, http):
             async with http.post(f"{url}/sessions", json={"session_id": session_id}) as answer:
                 place = await answer.json()
             assert place["session_id"] == session_id
-            assert place["base_url"] == f"{site.urls[owner]}/sessions/{session_id}/v1"  # its maker's public port
+            # the public port of the process that created it
+            assert place["base_url"] == f"{site.urls[owner]}/sessions/{session_id}/v1"
             assert place["direct_url"] == f"{site.ingresses[owner].direct_url}/sessions/{session_id}/v1"
 
 
@@ -315,7 +316,7 @@ async def test_an_owner_that_is_away_is_a_retryable_503_until_it_is_back(tmp_pat
         waiting = asyncio.create_task(http.post(f"{call}/chat/completions", json=body()))
         again = site.ingress()
         try:
-            await again.start(first_shard=0)  # as Serve may number it; shard 0 is taken
+            await again.start(first_shard=0)  # as Serve may number it; partition 0 is taken
             async with await waiting as answer:
                 assert answer.status == 200
             async with http.get(f"{direct_url.removesuffix('/v1')}/trajectories") as answer:  # the same port
@@ -327,7 +328,7 @@ async def test_an_owner_that_is_away_is_a_retryable_503_until_it_is_back(tmp_pat
 
 
 class OnePeer:
-    """A directory that knows process 1 at a URL."""
+    """A directory that knows the URL of process 1."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -340,7 +341,7 @@ class OnePeer:
 async def passing_on_to(
     owner: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[str]:
-    """An app whose every session is that of `owner`, which serves a bare connection."""
+    """Return an app that forwards every session to `owner`, which serves a bare connection."""
     server = await asyncio.start_server(owner, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     router = ShardRouter(OnePeer(f"http://127.0.0.1:{port}"), 0, 2, holder_wait_s=0.5)
@@ -442,7 +443,7 @@ async def test_a_rank_beyond_the_number_of_processes_is_refused():
 
 
 class Places:
-    """A coordinator of several hosts, whose table a test sets."""
+    """A coordinator of several hosts whose partition map is set by the test."""
 
     def __init__(self, **table: object) -> None:
         self.table = EndpointTable({}, **table)

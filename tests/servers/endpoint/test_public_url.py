@@ -1,4 +1,4 @@
-"""The public address: what answers name, whatever a request says of its host, and TLS on it."""
+"""The public address: the URLs in answers, independent of a request's Host, and TLS."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_an_answer_names_the_services_own_address_and_never_the_requests_h
                 place = await answer.json()
             assert place["base_url"] == f"{named or url}/sessions/{place['session_id']}/v1"
         async with RolloutClient(url) as client, client.session() as session:
-            assert session.base_url == f"{url}/sessions/{session.session_id}/v1"  # as it was given
+            assert session.base_url == f"{url}/sessions/{session.session_id}/v1"  # unchanged
 
 
 @pytest.mark.parametrize("url", ["gate.example", "ftp://gate.example", "https://", "https://gate.example/?a=b", ""])

@@ -1,4 +1,4 @@
-"""Calls that wait for room on a replica: what their clients receive during the wait, and at its end."""
+"""Calls that wait for capacity on a replica: the bytes that their clients receive during and after the wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def service(tmp_path: Path) -> AsyncIterator[ChatService]:
 
 
 async def give_room(service: ChatService, num_refused: int) -> None:
-    """Have room once the coordinator has refused so many requests for a lease."""
+    """Provide capacity once the coordinator has refused so many requests for a lease."""
     while service.coordinator.num_refused < num_refused:
         await asyncio.sleep(0.005)
     service.coordinator.has_room = True

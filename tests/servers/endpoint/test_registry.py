@@ -25,7 +25,7 @@ from tests.support.endpoint.session_site import EPOCH_S, LIMITS, NOBODY, Session
 from tests.support.records.samples import make_group
 from tests.support.records.turns import make_call
 
-# --- who has which ---
+# Ownership of sessions
 
 
 @virtually()
@@ -172,7 +172,8 @@ def test_keys_open_one_session_of_one_run() -> None:
         assert agent.startswith("sk-agentloop-")
         assert keys.opened_by(agent) == SessionKey(session_id)
         assert keys.opened_by(control) == SessionKey(session_id, is_control=True)
-        assert keys.opened_by(agent.replace("sk-", "ck-")) is None  # nobody makes the one of the other
+        # a key of one kind cannot be derived from the other
+        assert keys.opened_by(agent.replace("sk-", "ck-")) is None
         for key in (agent, control):
             assert SessionKeys("other").opened_by(key) is None
             for bad in (key[:-1], key + "0", key.replace(session_id, "t"), key.upper(), f" {key}"):
@@ -181,7 +182,7 @@ def test_keys_open_one_session_of_one_run() -> None:
         assert keys.opened_by(junk) is None
 
 
-# --- memory ---
+# Memory
 
 
 @virtually()
@@ -213,7 +214,7 @@ async def test_whoever_has_a_spilled_session_has_the_only_one(site: SessionSite,
     session = await sessions.find_or_create("s", NOBODY)
     await site.clock.sleep(65.0)
     assert len(sessions.cache) == 0
-    await talk(session, 1)  # by who has had it all the time
+    await talk(session, 1)  # from the process that has owned it all the time
     assert len(sessions.cache) == 1
     assert await sessions.find("s", NOBODY) is session
     await site.clock.sleep(65.0)
@@ -297,15 +298,15 @@ async def test_memory_that_is_all_in_use_is_an_overload(site: SessionSite, sessi
     await sessions.find_or_create("now", NOBODY)
 
 
-# --- many ---
+# Many sessions
 
-BYTES_PER_SESSION = 1600  # of the quota; each takes more
+BYTES_PER_SESSION = 1600  # the quota's share; each session takes more
 
 
 def num_alive() -> int:
-    """Count the sessions that this process has in memory."""
+    """Return the number of sessions in this process's memory."""
     gc.collect()
-    return sum(type(one) is Session for one in gc.get_objects())  # isinstance would wake proxies
+    return sum(type(one) is Session for one in gc.get_objects())  # isinstance would access proxies
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ async def test_many_sessions_take_bounded_memory_and_all_come_back(tmp_path: Pat
     for start in range(0, num_sessions, 100):
         await asyncio.gather(*(use(index) for index in range(start, start + 100)))
     assert sessions.num_open == num_sessions
-    assert largest < quota_bytes + 100 * 100_000  # the quota, and what the calls under way add
+    assert largest < quota_bytes + 100 * 100_000  # the quota, and the memory of the calls in progress
     assert sessions.cache.num_evicted > num_sessions / 2
     assert num_alive() - num_others == len(sessions.cache)
     for start in range(0, num_sessions, 100):

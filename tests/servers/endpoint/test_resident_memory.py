@@ -1,4 +1,4 @@
-"""The quota of the sessions in memory, in bytes of a real process: what its resident memory grows by."""
+"""The memory quota of sessions in bytes of a real process, measured by the growth of its resident memory."""
 
 import asyncio
 from pathlib import Path
@@ -12,8 +12,8 @@ QUOTA_MIB = 4
 NUM_BATCHES = 20
 NUM_TOGETHER = 10
 NUM_TURNS = 20
-# What the process needs beside the sessions: the messages it knows (2.5 MiB of these), its connections and open
-# calls, SQLite's pages, the tokenizer's cache.
+# The process also needs memory for the cached messages (2.5 MiB of these), its connections and open calls, SQLite's
+# pages and the tokenizer's cache.
 BESIDE_MIB = 12
 
 
@@ -32,6 +32,6 @@ def test_the_process_grows_by_about_its_quota(tmp_path: Path):
 
             found = asyncio.run(load())
     num_sessions = NUM_BATCHES * NUM_TOGETHER
-    assert found.num_sessions < num_sessions / 2  # the quota was used up, several times over
+    assert found.num_sessions < num_sessions / 2  # the quota was exceeded several times
     assert found.counted_bytes < (QUOTA_MIB + 1) << 20
     assert found.rss_bytes < (2 * QUOTA_MIB + BESIDE_MIB) << 20

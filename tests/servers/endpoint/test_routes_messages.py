@@ -1,4 +1,4 @@
-"""The Messages routes under the real anthropic client: whole answers, streams, tools, sessions and errors."""
+"""The Messages routes under the real anthropic client: complete answers, streams, tools, sessions and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Dia
 
 
 def sdk() -> Any:
-    """The anthropic package, in the process of these tests alone: it takes more than a second to import."""
+    """The anthropic package. Its import takes more than a second, so only the process of these tests imports it."""
     return pytest.importorskip("anthropic")
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI routes on a real socket, asked by the openai package and by hand."""
+"""The OpenAI routes on a real socket, called by the openai package and by hand."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def hanging(at: int) -> Callable[[int], Awaitable[None]]:
     return before
 
 
-# --- answers ----------------------------------------------------------------------------------------------
+# Answers
 
 
 async def test_the_openai_package_reads_what_we_write(site: RouteSite) -> None:
@@ -101,7 +101,7 @@ async def test_the_openai_package_reads_our_streams(site: RouteSite) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Hello"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens == 6
-    # Its types know no chunk of a text completion that does not end it; the OpenAI API writes null there too.
+    # The package's types have no chunk of a text completion without a finish; the OpenAI API writes null there too.
     async with openai.AsyncOpenAI(api_key="none", base_url=f"{site.url}/v1", max_retries=0) as lenient:
         texts = await lenient.completions.create(model="tiny", prompt=[1, 2], stream=True)
         assert "".join([chunk.choices[0].text async for chunk in texts]) == "Hello"
@@ -145,7 +145,7 @@ async def test_answers_are_as_the_openapi_page_says(site: RouteSite) -> None:
         assert path in paths
 
 
-# --- refusals ---------------------------------------------------------------------------------------------
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_refusals(site: RouteSite, body: Any, headers: dict[str, str], sta
     assert answered["x-request-id"]
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["code"] == code
-    assert site.registry.sessions == {}  # a bad body makes no session
+    assert site.registry.sessions == {}  # a bad body creates no session
 
 
 async def test_long_bodies_are_taken(site: RouteSite) -> None:
@@ -219,7 +219,7 @@ async def test_calls_beyond_the_bound_are_refused_and_their_places_come_back(sit
     assert (await site.post("/v1/chat/completions", CHAT))[0] == 200
 
 
-# --- streams ----------------------------------------------------------------------------------------------
+# Streams
 
 
 async def test_a_stream_as_it_is_on_the_wire(site: RouteSite) -> None:
@@ -254,7 +254,7 @@ async def test_a_failure_in_the_middle_is_an_error_event(site: RouteSite) -> Non
             pass
 
 
-# --- retries and deadlines --------------------------------------------------------------------------------
+# Retries and deadlines
 
 
 async def test_a_repeat_is_known_by_its_body_and_count(site: RouteSite) -> None:
@@ -284,4 +284,4 @@ def test_every_route_of_the_endpoint_asks_for_a_key() -> None:
             assert any("require" in name or "authenticate" in name for name in names), route
 
 
-# --- the real sessions ------------------------------------------------------------------------------------
+# Real sessions

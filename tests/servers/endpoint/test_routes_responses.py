@@ -1,4 +1,4 @@
-"""The Responses routes under the real openai client: whole answers, streams, tools, sessions and errors."""
+"""The Responses routes under the real openai client: complete answers, streams, tools, sessions and errors."""
 
 from __future__ import annotations
 
@@ -178,14 +178,14 @@ async def test_the_id_of_a_response_continues_its_conversation(
         assert third.model_extra["session"]["session_id"] == own_id
         [path] = (await service.trajectory(own_id)).paths
         assert (path.split_reason, len(path.turns)) == (None, 3)
-        # Instructions are not inherited: the same turn without them is a conversation of its own.
+        # Instructions are not inherited: the same turn without them starts a separate conversation.
         without = await ask(client, outputs(first), first, instructions=None)
         assert without.model_extra["session"]["split_reason"] is not None
         prompt = service.engine.served[-1][0]
         assert "Be brief." not in service.endpoint.renderer.decode(prompt)
         again = await ask(client, "ok", without, instructions=None)
         assert again.model_extra["session"]["parent_turn_id"] == without.model_extra["session"]["turn_ids"][0]
-        # Vercel's client refers to each item of an answer; an id alone is the short form.
+        # Vercel's client refers to each item of an answer; an item with only an id is the short form.
         user = {"role": "user", "content": "What is it?"}
         items = [{"type": "item_reference", "id": one.id} for one in first.output]
         referred = await ask(client, [user, *items, *outputs(first)])

@@ -1,4 +1,4 @@
-"""Scores of given tokens over the real app: the client's, and those of each dialect, which are the same numbers."""
+"""Scores of given tokens over the real app: the numbers in the client's and every other dialect are the same."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_score_is_of_the_version_that_is_demanded(tmp_path: Path) -> Non
 
 async def _commit(engine: Any, directory: Path) -> None:
     await engine.stage(WeightUpdate(1, write_checkpoint(directory)))
-    await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)  # the score that waits is made anew
+    await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)  # the waiting score is computed again
     await engine.commit(1)
     await engine.resume()
 
@@ -157,10 +157,11 @@ async def test_a_score_that_its_replica_lost_is_made_at_another(tmp_path: Path) 
 
 @dataclass
 class SlowEngine:
-    """An engine that takes a while for a score, beside other calls or alone."""
+    """An engine that takes some time for a score, concurrently with other calls or alone."""
 
     num_running: int
-    spans: list[tuple[float, float]] = field(default_factory=list)  # of each score, in the loop's time
+    # the start and end of each score, in the loop's time
+    spans: list[tuple[float, float]] = field(default_factory=list)
     num_now: int = 0
     num_most: int = 0
 
@@ -177,7 +178,7 @@ class SlowEngine:
 
 @dataclass
 class Leases:
-    """Leases that all lead to one engine."""
+    """Leases that all refer to one engine."""
 
     one: SlowEngine
 

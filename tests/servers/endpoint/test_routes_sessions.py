@@ -1,4 +1,4 @@
-"""The routes of sessions over the real registry: what they answer, and how refusals name what the client sent."""
+"""The session routes over the real registry: their answers, and refusals that name the client's field."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_a_raw_constraint_is_named_as_it_came(service: ChatService) -> Non
 
 
 async def control_of(service: ChatService, session_id: str) -> dict[str, str]:
-    """The headers that end a session, which is there from now on."""
+    """Create the session, and return the headers that end it."""
     _, made, _ = await service.call("POST", "/sessions", json={"session_id": session_id})
     return {"authorization": f"Bearer {made['control_key']}"}
 

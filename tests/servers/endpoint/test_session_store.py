@@ -1,4 +1,4 @@
-"""The journal of sessions on a real file: what comes back, what a crash and a bad disk leave."""
+"""The session store on a real file: restored state, and the state after a crash or a disk failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AnyHome = TypeVar("AnyHome", Path, Home)
 
 
 class Wall:
-    """Seconds since 1970, by hand."""
+    """A manually advanced wall clock."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -52,7 +52,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def place(request: pytest.FixtureRequest, path: Path) -> Path | Home:
-    """The homes of sessions: what is promised of one is promised of the other."""
+    """The storage backends of sessions: all of them pass the same tests."""
     return path if request.param == "sqlite" else request.getfixturevalue("postgres_run")
 
 
@@ -211,7 +211,7 @@ async def test_use_extends_a_life(place: AnyHome) -> None:
         assert await store.expired(10) == ["idle"]
         wall.now_s += 79
         assert await store.expired(10) == ["idle"]
-        wall.now_s += 12  # the slack is a sixteenth
+        wall.now_s += 12  # a sixteenth of the time is tolerance
         assert await store.expired(10) == ["idle", "used"]
         assert await store.expired(1) == ["idle"]
         await store.extend("used")
@@ -275,7 +275,7 @@ async def test_another_schema_is_refused(path: Path) -> None:
 
 
 class CountingExecutor(ThreadPoolExecutor):
-    """One thread, and how often it was asked."""
+    """A single thread that counts its calls."""
 
     num_batches = 0
 
@@ -296,11 +296,11 @@ async def test_writes_that_wait_share_transactions(path: Path) -> None:
     await store.close()
 
 
-# --- calls that are open ---
+# Open calls
 
 
 def as_killed(path: AnyHome, name: str) -> AnyHome:
-    """What the process that has the store open would leave if it were killed now."""
+    """Copy the files that the process would leave if it were killed now."""
     if not isinstance(path, Path):
         return path
     folder = path.parent / name
@@ -316,7 +316,7 @@ def log_of(path: Path) -> Path:
 
 
 async def states_after(path: Path) -> list[tuple[str, ModelCallState]]:
-    """The calls of session "s" as the next process finds them, which takes care of all open calls."""
+    """Return the calls of session "s" as the next process finds them after it has handled all open calls."""
     async with opened(path) as store:
         states = [(call.call_id, call.state) for call in (await loaded(store)).calls]
         assert read_open_calls(log_of(path)) == []
@@ -331,7 +331,7 @@ async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(pat
         begun = as_killed(path, "begun")
         await store.close_call("s", make_call("c", ModelCallState.COMMITTED), [make_node("n", "c")])
         ended = as_killed(path, "ended")
-        # Killed after the commit, with the line of its end not written.
+        # Killed after the commit, before the line of the call's end was written.
         unmarked = as_killed(path, "unmarked")
         shutil.copy(log_of(begun), log_of(unmarked))
     assert await states_after(before) == []
@@ -381,26 +381,26 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
         assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b", "c"]
         killed = as_killed(place, "killed")
     async with opened(killed) as store:
-        await loaded(store)  # as a session's first call of a process does
+        await loaded(store)  # as the first call of a session in a process does
         store.open_call("s", same("d"))
         store.open_call("s", same("e"))
         await store.close_call("s", same("e", ModelCallState.FAILED), [])
         killed = as_killed(killed, "again")
     async with opened(killed) as store:
-        await loaded(store)  # as a session's first call of a process does
+        await loaded(store)  # as the first call of a session in a process does
         store.open_call("s", same("f"))
         stored = await loaded(store)
         assert [call.call_id for call in stored.calls] == ["a", "b", "c", "d", "e", "f"]
         failed = [call.call_id for call in stored.calls if call.state is ModelCallState.FAILED]
         assert failed == ["b", "d", "e"]
         assert [node.node_id for node in stored.nodes] == ["n", "m"]
-        for _ in range(5):  # numbers that no row has
+        for _ in range(5):  # numbers without a row
             with pytest.raises(SessionNotFound):
                 await store.close_call("unknown", same("x"), [])
         store.open_call("s", same("g"))
         killed = as_killed(killed, "once more")
     async with opened(killed) as store:
-        await loaded(store)  # as a session's first call of a process does
+        await loaded(store)  # as the first call of a session in a process does
         store.open_call("s", same("h"))
         assert [call.call_id for call in (await loaded(store)).calls] == list("abcdefgh")
 
@@ -421,7 +421,7 @@ async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkey
             assert len((await loaded(store)).calls) == 5
             await store.close_call(
                 "s", make_call("c0", ModelCallState.FAILED), []
-            )  # the log does not say so: the store does
+            )  # the log does not contain the end; the store does
         store.open_call("s", make_call("late"))
         store.open_call("s", make_call("later"))
         calls = (await loaded(store)).calls
@@ -456,7 +456,7 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
         rest = [asyncio.create_task(end(call_id)) for index, call_id in enumerate(ids) if index % 10]
         await asyncio.sleep(0.0005)
         for task in leaving:
-            task.cancel()  # what is on its way to the disk gets there
+            task.cancel()  # pending writes reach the disk
         await asyncio.gather(*rest, *leaving, return_exceptions=True)
         assert not any(task.cancelled() or task.exception() for task in rest)
         stored = await loaded(store)

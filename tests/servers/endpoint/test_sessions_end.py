@@ -1,4 +1,4 @@
-"""How sessions of a registry end, and what is left of them when something fails."""
+"""The end of sessions in a registry, and the state after failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agentloop.values.codec import to_builtins
 from agentloop_servers.endpoint.registry import NewSession, Sessions
 from tests.support.endpoint.session_site import LIMITS, NOBODY, SessionSite, say, talk, virtually
 
-# --- ends ---
+# Ends
 
 
 @virtually()
@@ -48,7 +48,7 @@ async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Session
     with pytest.raises(SessionFinished):
         await talk(session, 1)
     await site.clock.sleep(100.0)
-    session = await sessions.find("s", NOBODY)  # from disk
+    session = await sessions.find("s", NOBODY)  # loaded from disk
     with pytest.raises(SessionFinished):
         await talk(session, 1)
     assert to_builtins(await sessions.finish("s", NOBODY)) == to_builtins(trajectory)
@@ -61,13 +61,13 @@ async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Session
 
 @virtually(replace(LIMITS, max_sessions=64))
 async def test_sessions_that_finish_together_are_written_together(site: SessionSite, sessions: Sessions) -> None:
-    """48 records and 48 notes would be 96 transactions, and each session's file asked if it is recorded."""
+    """48 records and 48 notes would be 96 transactions, with a read of each session's file."""
     for number in range(48):
         await talk(await sessions.create(NewSession(f"s{number}"), NOBODY), 1)
     statements: list[str] = []
     await site.in_store(lambda db: db.set_trace_callback(statements.append))
     await asyncio.gather(*(sessions.finish(f"s{number}", NOBODY) for number in range(48)))
-    await site.stop()  # what is owed is written first
+    await site.stop()  # pending writes come first
     assert sum("is_recorded = 1 WHERE" in statement for statement in statements) == 48
     assert sum(statement.startswith("SELECT 1 FROM sessions") for statement in statements) == 0
     assert statements.count("COMMIT") <= 10
@@ -111,7 +111,7 @@ async def test_a_taken_place_is_told_and_not_tried_for_ever(site: SessionSite, s
         await sessions.finish("b", NOBODY)
     await site.clock.sleep(10.0)
     assert site.coordinator.next_errors == []
-    assert (await sessions.finish("b", NOBODY)).is_complete  # its data is still to be had
+    assert (await sessions.finish("b", NOBODY)).is_complete  # its data can still be read
     assert len(site.coordinator.finished["sessions"]) == 1
 
 
@@ -208,14 +208,14 @@ async def test_calls_under_way_end_with_the_service(site: SessionSite, sessions:
     assert session.is_complete
 
 
-# --- failures ---
+# Failures
 
 
 @virtually(replace(LIMITS, max_sessions=1000))
 async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.find_or_create("s", NOBODY)
     history = await talk(session, 1)
-    await site.disk(1)  # SQLite takes the present size for a smaller one
+    await site.disk(1)  # SQLite treats the present size as a smaller one
     long = Message("user", "word " * 1000)
 
     async def say_much() -> None:
@@ -250,7 +250,7 @@ async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessio
         await sessions.finish("owed", NOBODY)
     await sessions.create(NewSession("deleted"), NOBODY)
     await sessions.delete("deleted", NOBODY)
-    # A process that dies leaves its files, and a call that is open in them.
+    # A process that dies leaves its files with an open call in them.
     cut = await sessions.find("cut", NOBODY)
     site.talker.gate.clear()
     dying = asyncio.create_task(say(cut, Message("user", "too late")))
@@ -275,7 +275,7 @@ async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessio
     lost = await sessions.find("cut", NOBODY)
     assert not lost.is_complete
     assert [call.state for call in lost.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
-    await say(lost, Message("user", "too late"), retry_count=1)  # the client's retry makes it good
+    await say(lost, Message("user", "too late"), retry_count=1)  # the client's retry repeats it
     assert lost.is_complete
     with pytest.raises(SessionFinished):
         await talk(await sessions.find("finished", NOBODY), 1)
@@ -316,7 +316,7 @@ async def lives_its_time(site: SessionSite, sessions: Sessions, jump_s: float) -
     await site.clock.sleep(60.0)
     await sessions.find("s", NOBODY)
     await site.stop()
-    sessions = await site.start()  # which reads the wrong clock
+    sessions = await site.start()  # it reads the wrong clock
     await site.clock.sleep(90.0)
     await sessions.find("s", NOBODY)
     await site.clock.sleep(120.0)

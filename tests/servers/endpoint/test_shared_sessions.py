@@ -1,4 +1,4 @@
-"""Sessions of several processes in one database: each sees its own, and what is lost is another's to go on with."""
+"""Sessions of several processes in one database: each process sees its own, and another takes over lost ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_A, OF_B = f"s-0-{0:020x}", f"s-1-{0:020x}"
 
 
 class Process:
-    """An endpoint process, and the store of its sessions."""
+    """An endpoint process and its session store."""
 
     def __init__(self, home: Home, number: int, wall_s: float = 1000.0) -> None:
         self.wall_s = wall_s
@@ -42,7 +42,7 @@ async def process(home: Home, number: int) -> AsyncIterator[Process]:
 
 
 async def revoke(home: Home, number: int) -> None:
-    """Give a process up, as the coordinator does."""
+    """Remove a process from the partition map, as the coordinator does."""
     store = TrajectoryStore(home)
     await store.save_state("places", 1, [sessions_lease(number)])
     await store.close()
@@ -73,7 +73,7 @@ async def test_what_a_lost_process_had_is_gone_on_with_and_it_commits_nothing_mo
             node = make_node(f"n{number}", f"c{number}", f"n{number - 1}" if number else None)
             await a.store.close_call(OF_A, make_call(f"c{number}", ModelCallState.COMMITTED), [node])
         a.store.open_call(OF_A, make_call("open"))
-        await a.store.load(OF_A)  # what was begun before is committed
+        await a.store.load(OF_A)  # the open call is committed first
         await revoke(postgres_run, 0)
         late = a.store.close_call(
             OF_A, make_call("open", ModelCallState.COMMITTED), [make_node("late", "open", "n2")]

@@ -1,4 +1,4 @@
-"""Which session a request means, and who may use it."""
+"""Identification of a request's session, and the permission to use it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ async def test_without_users_a_session_is_ended_by_its_control_key_alone(site: A
     assert (await site.call("POST", "/sessions/a/revoke", None, key=control))[1]["is_revoked"] is True
     assert (await site.call("POST", "/sessions/a/finish", {}, key=control))[0] == 200
     assert (await site.call("DELETE", "/sessions/a", key=control))[0] == 200
-    await site.chat(x_session_id="b")  # nobody was given a key of it
+    await site.chat(x_session_id="b")  # no client received a key of it
     assert (await site.call("POST", "/sessions/b/finish", {}))[0] == 200
 
 
@@ -185,7 +185,8 @@ async def test_without_users_no_other_route_takes_a_sessions_key(site: AuthSite)
                 400,
                 403,
             )
-    assert (await site.call("POST", "/admin/resume"))[0] == 200  # as before, and said at the start
+    # unprotected as before, with a warning at the start
+    assert (await site.call("POST", "/admin/resume"))[0] == 200
 
 
 async def test_a_user_lists_its_own_sessions(locked: AuthSite) -> None:

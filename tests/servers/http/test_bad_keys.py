@@ -1,5 +1,6 @@
-"""Keys, hosts, paths and framings that shall open nothing on the real chat endpoint, and whose sessions are whose:
-the rows of the fault table that are about who may do what.
+"""Invalid keys, hosts, paths and framings give no access on the real chat endpoint, and sessions stay private.
+
+Covers the rows of the fault table about permissions.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ KEYS = Keys.of(["user-1", "user-2"], "admin-1")
 
 @pytest.fixture(scope="module")
 async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
-    """It asks for no keys."""
+    """A service without keys."""
     async with chat_service(tmp_path_factory.mktemp("open"), bounds=BOUNDS) as service:
         yield service
 
 
 @pytest.fixture(scope="module")
 async def locked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
-    """The same with keys."""
+    """The same service with keys."""
     async with chat_service(tmp_path_factory.mktemp("locked"), keys=KEYS, bounds=BOUNDS) as service:
         yield service
 
 
-# --- rows 51 to 54: keys, hosts, smuggling ----------------------------------------------------------------
+# Rows 51 to 54: keys, hosts, smuggling
 
 ROUTES = [
     ("POST", CHAT),
@@ -88,7 +89,7 @@ WRONG_KEYS: dict[str, list[tuple[str, str]]] = {
 
 @pytest.mark.parametrize("name", WRONG_KEYS)
 async def test_51_without_a_good_key(locked: ChatService, name: str) -> None:
-    """Two forms are accepted: `Authorization: Bearer <key>`, spelt so, and `x-api-key: <key>`."""
+    """Two forms are accepted: `Authorization: Bearer <key>`, with this capitalization, and `x-api-key: <key>`."""
     sent = [f"{header}: {value}" for header, value in WRONG_KEYS[name]]
     for method, path in ROUTES:
         asked = request(*sent, "Content-Length: 1", method=method, target=path, body=b"{")
@@ -146,7 +147,7 @@ async def test_52_without_keys_this_machine_is_served_by_its_names(service: Chat
 
 @pytest.mark.parametrize("target", [CHAT, "/admin/pause", "/v1/models", "/health"])
 async def test_52_without_keys_no_page_of_another_site_is_served(service: ChatService, target: str) -> None:
-    """A page whose name was made to lead here (DNS rebinding) is named in Host, any other in Origin."""
+    """A page whose name resolves to this host (DNS rebinding) is detected by Host, any other page by Origin."""
     named = [(host, []) for host in FOREIGN]
     sites = [("localhost", [f"Origin: {site}"]) for site in (*(f"http://{host}" for host in FOREIGN), "null", "")]
     for host, headers in named + sites:
@@ -253,7 +254,7 @@ SMUGGLED = b"POST /admin/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\
 async def test_53_requests_of_two_readings_are_refused(
     service: ChatService, headers: list[str], body: bytes
 ) -> None:
-    """No second request comes out of one: the connection is closed, or what follows is never acted on."""
+    """They never contain a second request: the connection is closed, or the following bytes are not processed."""
     answers = await exchanged(service, request(*headers, body=body, is_last=False))
     assert len(answers) <= 1
     assert {answer.status for answer in answers} <= {400, 413}
@@ -279,7 +280,7 @@ async def test_54_a_users_key_and_a_sessions_key_have_their_bounds(locked: ChatS
             ("POST", f"{path}/finish"),
             ("POST", f"{path}/reward"),
         ):
-            assert (await locked.call(method, one, json={}, headers=key))[0] == 403  # it is for calls
+            assert (await locked.call(method, one, json={}, headers=key))[0] == 403  # the key is for calls
     control = bearer(made["control_key"])
     for path in ("/sessions/other", "/sessions/nobody"):
         assert (await locked.call("GET", path, headers=control))[0] == 404
@@ -291,12 +292,14 @@ async def test_54_a_users_key_and_a_sessions_key_have_their_bounds(locked: ChatS
     assert (await locked.call("GET", "/sessions/own", headers=control))[1]["num_turns"] == 1
 
 
-# --- rows 60 and 61: other people's sessions, and what is written into logs -------------------------------
+# Rows 60 and 61: other users' sessions, and log contents
 
 
 async def test_60_nobody_sees_another_keys_session(locked: ChatService) -> None:
-    """404, as if there were none. (Prefix timing is not told apart by HTTP: the engine's cache salt is its own
-    matter.)"""
+    """The status is 404, as for an unknown session.
+
+    Prefix timing is not visible over HTTP: the engine's cache salt handles it.
+    """
     owner, other = bearer("user-1"), bearer("user-2")
     await locked.call("POST", "/sessions", json={"session_id": "private"}, headers=owner)
     path = "/sessions/private"
@@ -321,7 +324,7 @@ async def test_60_nobody_sees_another_keys_session(locked: ChatService) -> None:
         {"headers": {**other, "x-session-id": "private"}, "json": BODY},
         {"headers": other, "json": {**BODY, "session": "private"}},
     ):
-        status, answer, headers = await locked.call("POST", CHAT, **named)  # one of its own, of the same name
+        status, answer, headers = await locked.call("POST", CHAT, **named)  # a separate session of the same name
         assert (status, headers["x-session-id"], answer["session"]["session_id"]) == (200, "private", "private")
     assert (await locked.call("GET", path, headers=owner))[1]["num_turns"] == 1
     assert (await locked.call("GET", path, headers=other))[1]["num_turns"] == 2
@@ -330,7 +333,7 @@ async def test_60_nobody_sees_another_keys_session(locked: ChatService) -> None:
 @pytest.mark.parametrize("request_id", ["a b", "a\x1b[31mred", "x" * 200, "a\tb", '{"a":1}', "\xff"])
 async def test_61_a_request_id_that_could_write_logs_is_replaced(service: ChatService, request_id: str) -> None:
     sent = request(f"X-Request-ID: {request_id}", "Content-Length: 0", target="/nowhere")
-    for answer in await exchanged(service, sent):  # none: the server hung up
+    for answer in await exchanged(service, sent):  # no answer: the server closed the connection
         assert request_id not in answer.headers.get("x-request-id", "")
     [kept] = await exchanged(service, request("X-Request-ID: trace-7", "Content-Length: 0", target="/nowhere"))
     assert kept.headers["x-request-id"] == "trace-7"
@@ -371,7 +374,7 @@ async def test_a_removed_user_has_no_powers_and_the_admin_reaches_its_sessions(t
             assert await ask("admin-1", "GET", f"/sessions/{name}") == 200
             assert await ask("admin-1", "POST", f"/sessions/{name}{CHAT}", BODY) == 200
         assert await ask("admin-1", "POST", "/sessions/own/finish", {}) == 200
-        assert await ask("admin-1", "GET", "/sessions/shared") == 409  # of two users
+        assert await ask("admin-1", "GET", "/sessions/shared") == 409  # two users have a session of this name
         assert await ask("admin-1", "DELETE", f"/sessions/{first.name}~shared") == 200
         assert await ask("admin-1", "GET", "/sessions/shared") == 200
         assert await ask("user-2", "GET", "/sessions/shared") == 200

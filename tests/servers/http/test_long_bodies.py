@@ -1,4 +1,4 @@
-"""The places of long bodies: who waits, who gets in, and what is given back."""
+"""Slots for long bodies: waiting, admission and release."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ async def test_those_that_fit_get_in_and_the_others_wait_in_their_order():
     first, second = [await bodies.admit(50, far()) for _ in range(2)]
     long, short = await waiting(bodies, 80), await waiting(bodies, 10)
     first()
-    first()  # once is enough
+    first()  # a repeated release has no effect
     await asyncio.sleep(0)
     assert not long.done()
-    assert not short.done()  # a short one does not overtake for ever
+    assert not short.done()  # a short body does not overtake forever
     second()
     (await long)()
     (await short)()
-    (await bodies.admit(1000, far()))()  # one that is longer than all gets all
+    (await bodies.admit(1000, far()))()  # a body longer than the total gets all of it
     await bodies.admit(100, far())
 
 
@@ -54,8 +54,8 @@ async def test_who_waits_too_long_is_told_so_and_who_leaves_keeps_no_place():
     (await late)()
     held = await bodies.admit(100, far())
     taken = await waiting(bodies, 100)
-    held()  # the place is another's now,
-    taken.cancel()  # who leaves before it knows
+    held()  # its slot belongs to another body now
+    taken.cancel()  # cancelled before it is notified
     await asyncio.gather(taken, return_exceptions=True)
     await bodies.admit(100, asyncio.get_running_loop().time() + 1.0)
 
@@ -68,7 +68,8 @@ async def test_one_users_bodies_leave_room_for_others():
     assert [(await waiting(bodies, 32, user)).done() for user in "cd"] == [True, True]
     (await held[0])()
     await asyncio.sleep(0)
-    assert sum(task.done() for task in held) == 4  # the others have taken more since: half of the rest is 3 bodies
+    # the others have taken more since: half of the rest fits 3 bodies
+    assert sum(task.done() for task in held) == 4
     (await bodies.admit(60, far(), "e"))()
 
 
@@ -94,7 +95,7 @@ async def test_a_long_body_that_dribbles_is_refused():
 
     async def receive():
         nonlocal elapsed
-        elapsed += 1.0  # a kilobyte a second
+        elapsed += 1.0  # a kilobyte per second
         await asyncio.sleep(0)
         return {"type": "http.request", "body": bytes(1024), "more_body": True}
 

@@ -1,9 +1,9 @@
-"""The OpenAPI document is true: schemathesis asks every route what the document says it takes, and what it says it
-does not, and runs all of its checks on the answers.
+"""The OpenAPI document is correct: schemathesis sends valid and invalid requests to every route.
 
-Deterministic: a fixed seed, few examples. Two things are changed in the document before it is used: bounds so large
-that only megabytes reach them are dropped (the bad-input table has those), and names of models become the
-service's, since a 404 to every body would hide what is behind. Streams are asked for too: their first byte decides.
+It runs all of its checks on the answers. Deterministic: a fixed seed, few examples. Two things are changed in the
+document before it is used: bounds that only megabytes reach are dropped (the bad-input table has those), and model
+names become the service's, because a 404 to every body would hide later errors. Streams are requested too: their
+first byte decides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIG = {
     "headers": {"Authorization": "Bearer admin-1"},
     "checks": {
         "negative_data_rejection": {"expected-statuses": REFUSALS},
-        "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", 504]},  # a timeout_s of next to nothing
+        "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", 504]},  # a timeout_s near zero
     },
 }
 WHOLE = {"stateful": {"enabled": False}}
@@ -95,7 +95,7 @@ def loaded(document: dict[str, Any], url: str, phases: dict[str, Any]) -> BaseSc
 
 
 def faults_of(schema: BaseSchema, num_checked: dict[str, int]) -> Iterator[Fault]:
-    """Everything that schemathesis finds; counts the answers it checked by operation."""
+    """Yield all faults that schemathesis finds; counts the checked answers by operation."""
     for event in from_schema(schema).execute():
         if isinstance(event, events.NonFatalError | events.FatalError):
             error = event.value if isinstance(event, events.NonFatalError) else event.exception
@@ -118,7 +118,7 @@ def faults_of(schema: BaseSchema, num_checked: dict[str, int]) -> Iterator[Fault
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # schemathesis has some of its own
+@pytest.mark.filterwarnings("default")  # schemathesis itself raises warnings
 @pytest.mark.parametrize(
     ("phases", "num_each"), [(FUZZED, 2), pytest.param(WHOLE, 40, marks=pytest.mark.long)], ids=["fuzzed", "whole"]
 )

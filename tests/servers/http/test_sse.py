@@ -1,4 +1,4 @@
-"""The event stream as an ASGI response: headers, silence, failures and clients that leave."""
+"""The event stream as an ASGI response: headers, silence, failures and disconnected clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCOPE = {"type": "http", "path": "/", "state": {}}
 
 
 class Connection:
-    """The server's side of one request: what was sent, and a client that stays until `leave` is set."""
+    """The server's side of one request: the sent messages, and a client that stays until `leave` is set."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ class Connection:
 
 
 class Source:
-    """An event source that knows whether it was closed."""
+    """An event source that records whether it was closed."""
 
     def __init__(self, *steps: bytes | Exception | Callable[[], Awaitable[None]]) -> None:
         self._steps = steps

@@ -1,4 +1,4 @@
-"""A few begin in each round of the event loop, in the order they came."""
+"""A limited number of tasks starts per round of the event loop, in FIFO order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentloop_servers.http.guard import TickLimiter
 
 
 async def rounds_of(limiter: TickLimiter, num_tasks: int) -> list[int]:
-    """The round in which each task got through."""
+    """Return the round in which each task started."""
     num_rounds, passed_in = 0, {}
 
     async def count() -> None:
@@ -72,7 +72,7 @@ async def test_it_rests_when_nobody_comes():
 
 
 async def test_long_rounds_begin_their_share_and_no_more():
-    """Streams that keep the event loop busy must not starve those that begin: half of its time is theirs."""
+    """Streams that keep the event loop busy must not starve starting ones: half of its time is theirs."""
     loop, clock = asyncio.get_running_loop(), Clock()
     limiter = TickLimiter(4, seconds_each=0.001, share=0.5)
     with clock.of(loop):
@@ -80,16 +80,16 @@ async def test_long_rounds_begin_their_share_and_no_more():
         num_rounds, most_at_once = 0, 0
         while not all(task.done() for task in waiting):
             before = clock.num_done
-            clock.now += 0.1  # what is under way
+            clock.now += 0.1  # the work in progress
             await asyncio.sleep(0)
             num_rounds, most_at_once = num_rounds + 1, max(most_at_once, clock.num_done - before)
     assert clock.order == sorted(clock.order)
-    assert num_rounds < 20  # with four in a round it would be 128 of them
-    assert most_at_once <= 100  # a round of 0.1 s becomes one of 0.2 s at most
+    assert num_rounds < 20  # four per round would take 128 rounds
+    assert most_at_once <= 100  # a round of 0.1 s becomes at most 0.2 s
 
 
 class Clock:
-    """An event loop's time, moved by hand."""
+    """An event loop's time, advanced manually."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -130,7 +130,7 @@ async def test_users_take_turns_whatever_the_crowd_of_one():
 
 @dataclass
 class Shares:
-    """What the users' calls took, and the part of the time in which the event loop had work."""
+    """The duration of the users' calls, and the fraction of the time that the event loop had work."""
 
     took_s: dict[str, list[float]]
     wall_s: float
@@ -142,7 +142,7 @@ class Shares:
 
 
 async def shares_of(agents: dict[str, int], wall_s: float = 2.0) -> Shares:
-    """Let these agents call for some virtual seconds. A call is ten rounds of the loop, of 0.2 ms each."""
+    """Run these agents' calls for some virtual seconds. A call takes ten rounds of the loop, 0.2 ms each."""
     loop, clock = asyncio.get_running_loop(), Clock()
     limiter, shares = TickLimiter(4), Shares({user: [] for user in agents}, wall_s, 0.0)
 
@@ -184,7 +184,7 @@ async def test_two_users_reach_the_throughput_of_one():
 
 @pytest.mark.parametrize("num_agents", [1, 3])
 async def test_a_crowd_leaves_another_user_the_event_loop(num_agents: int):
-    """A's crowd triples B's median at most, has half of the turns, and the event loop stays busy."""
+    """A's load at most triples B's median, A gets half of the turns, and the event loop stays busy."""
     alone, one = await shares_of({"b": num_agents}), await shares_of({"a": 300})
     both = await shares_of({"a": 300, "b": num_agents})
     assert median(both.took_s["b"]) <= 3 * median(alone.took_s["b"])

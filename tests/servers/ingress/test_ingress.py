@@ -1,4 +1,4 @@
-"""The front door on a real socket. The table of bad inputs is the specification of what it refuses, and how."""
+"""The HTTP app on a real socket. The table of bad inputs specifies the refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Door:
     root: Path
 
     async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
-        """Status, JSON body and headers, after checking what holds for every answer."""
+        """Return status, JSON body and headers, after checking the properties that every answer has."""
         async with self.http.request(method, self.url + path, **kwargs) as answer:
             assert answer.headers["x-request-id"]
             body = orjson.loads(await answer.read())
@@ -77,13 +77,13 @@ async def door(tmp_path: Path) -> AsyncIterator[Door]:
 
 @pytest.fixture(scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
-    """One server for the tables of what must leave no trace."""
+    """One server for the tables of requests that must leave no trace."""
     async with opened(tmp_path_factory.mktemp("shared"), Keys()) as door:
         yield door
 
 
 class opened:
-    """A served app with the keys given; its weight root is `tmp_path/weights`."""
+    """Serve an app with the given keys; its weight root is `tmp_path/weights`."""
 
     def __init__(
         self,
@@ -124,13 +124,13 @@ class opened:
 
 
 async def given_back(door: Door) -> None:
-    """Wait until the process has reported that it needs no lease any more."""
+    """Wait until the process has released all its leases."""
     async with asyncio.timeout(20):
         while door.coordinator.leases:
             await asyncio.sleep(0.01)
 
 
-# --- what works -------------------------------------------------------------------------------------------
+# Accepted requests
 
 
 async def test_generate_takes_ids_and_gives_ids_and_the_lease_is_given_back(door: Door) -> None:
@@ -200,7 +200,7 @@ async def test_rollouts_from_submit_to_the_last_page(door: Door) -> None:
     status, answer, _ = await door.call("POST", "/rollouts", json=body)
     assert (status, answer["num_accepted"], answer["is_done"]) == (200, 6, True)
     again = await door.call("POST", "/rollouts", json=body)
-    assert again[1] == answer  # the same submit again
+    assert again[1] == answer  # the repeated submit
     other = await door.call("POST", "/rollouts", json={**body, "num_samples": 1})
     assert (other[0], other[1]["error"]["code"]) == (409, "conflict")
     assert list(door.coordinator.groups["mine"]) == ["mine-000000", "mine-000001"]
@@ -237,17 +237,17 @@ async def test_status_and_health(door: Door) -> None:
     assert (status["is_ready"], status["replicas"][0]["replica_id"]) == (True, "replica-1")
     assert (await door.call("GET", "/health"))[:2] == (200, {"is_ready": True, "is_degraded": False})
     door.coordinator.is_ready = False
-    await asyncio.sleep(1.1)  # what is known is a second old at most
+    await asyncio.sleep(1.1)  # a cached status is at most a second old
     status, body, headers = await door.call("GET", "/health")
     assert (status, body, headers["retry-after"]) == (503, {"is_ready": False, "is_degraded": True}, "1")
 
 
 async def test_health_checks_ask_the_coordinator_once_a_second_at_most(door: Door) -> None:
-    """What they say is true all the same, a second later; a coordinator that hangs is not ready."""
+    """The answer is still correct a second later; a coordinator that hangs is not ready."""
     asked = door.coordinator.num_status_calls
     assert {(await door.call("GET", "/health"))[0] for _ in range(100)} == {200}
     await asyncio.gather(*(door.call("GET", "/health") for _ in range(100)))
-    assert door.coordinator.num_status_calls - asked <= 5  # of which time takes its share
+    assert door.coordinator.num_status_calls - asked <= 5  # elapsed time adds some of them
     door.coordinator.is_ready = False
     async with asyncio.timeout(30):
         while (await door.call("GET", "/health"))[0] == 200:
@@ -385,7 +385,7 @@ async def test_the_clients_request_id_is_kept_if_it_is_sane(door: Door) -> None:
     assert len(headers["x-request-id"]) == 32
 
 
-# --- what is refused --------------------------------------------------------------------------------------
+# Refused requests
 
 JSON = {"content-type": "application/json"}
 
@@ -397,7 +397,7 @@ def annotate(name: str = "advantage", **changed: Any) -> bytes:
 
 DEEP = b'{"tasks": [{"task_id": "t", "messages": [{"role": "user"}], "reference": ' + b"[" * 90_000
 CASES: dict[str, tuple[str, bytes, int, str | None]] = {
-    # name: path, body, status, what the param starts with
+    # Name: path, body, status, and the prefix of the param.
     "empty": ("/generate", b"", 400, None),
     "null": ("/generate", b"null", 400, None),
     "list": ("/generate", b"[]", 400, None),
@@ -560,7 +560,7 @@ async def test_bad_paths_and_queries(shared: Door, method: str, path: str, statu
 
 
 async def test_coordinator_errors_keep_their_code_and_others_become_a_plain_500(door: Door) -> None:
-    door.coordinator.next_errors = [NoHealthyReplica("none")] * 1000  # asked again until the call's deadline
+    door.coordinator.next_errors = [NoHealthyReplica("none")] * 1000  # retried until the call's deadline
     status, body, headers = await door.call("POST", "/generate", json={**GENERATE, "timeout_s": 0.5})
     assert (status, body["error"]["code"], headers["retry-after"]) == (503, "no_healthy_replica", "1")
     door.coordinator.next_errors = [RuntimeError("/secret/path at 10.0.0.1")]
@@ -572,7 +572,7 @@ async def test_coordinator_errors_keep_their_code_and_others_become_a_plain_500(
     assert (await door.call("POST", "/admin/weights", json=body))[1]["error"]["code"] == "weight_update_failed"
 
 
-# --- keys -------------------------------------------------------------------------------------------------
+# Keys
 
 KEYS = Keys.of(["user-1", "user-2"], "admin")
 
@@ -684,7 +684,7 @@ def test_keys_are_kept_as_hashes_and_needed_beyond_loopback(monkeypatch: pytest.
     assert Keys.from_environment("TEST_ABSENT", "TEST_ABSENT").users == Keys().users == ()
 
 
-# --- weight paths -----------------------------------------------------------------------------------------
+# Weight paths
 
 
 @pytest.mark.parametrize(
@@ -715,7 +715,7 @@ async def test_weights_come_from_under_the_roots_only(door: Door, directory: str
     body = {"version": 1, "directory": directory.format(root=door.root)}
     status, answer, _ = await door.call("POST", "/admin/weights", json=body)
     assert (status, answer["error"]["param"]) == (400, "directory")
-    # The same words for all of them: nothing of the file system shows but the roots.
+    # The message is the same for all of them: it reveals nothing of the file system except the roots.
     assert answer["error"]["message"] == (
         f"{body['directory']!r} is not the absolute path of a folder under the service's weight roots "
         f"({door.root}): move the folder there, or add its parent to 'weight_roots' in the config"
@@ -784,7 +784,7 @@ def test_user_keys_close_imports_unless_the_operator_lists_some():
     assert listing.imports(has_user_keys=True) == AllowedImports(("my_loops",))
 
 
-# --- owners -----------------------------------------------------------------------------------------------
+# Owners
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -808,7 +808,8 @@ async def test_a_key_reaches_its_own_rollouts_and_the_admin_all(tmp_path: Path) 
                 for name in ("a", whole)
                 for key in ("alice", "bob", "root")
             ]
-            assert answers == [200, 404, 404, 200, 404, 200]  # the admin names another's by its whole id
+            # the admin refers to another user's rollout by its full id
+            assert answers == [200, 404, 404, 200, 404, 200]
 
 
 async def test_rollouts_of_a_retired_key_are_its_users(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`GET /metrics`, `/flight` and `/why`: who may read them, and what they say of a service."""
+"""`GET /metrics`, `/flight` and `/why`: permissions, and the reported state of a service."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_a_service_counts_its_answers_and_tells_of_its_fleet(
 
 
 class Waits:
-    """A loop that samples a turn, and then is busy with something of its own."""
+    """A loop that samples a turn, and then waits outside the engine."""
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample(max_tokens=8)
@@ -100,7 +100,7 @@ class Waits:
 
 
 class Blocks:
-    """A loop that blocks the event loop of its worker, and then waits."""
+    """A loop that blocks its worker's event loop, and then waits."""
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         time.sleep(2)  # noqa: ASYNC251 - this is what it tests

@@ -1,4 +1,4 @@
-"""The private ports of a run: who may ask, how much, and how soon a vanished peer is noticed."""
+"""The private ports of a run: authentication, limits, and fast detection of a lost peer."""
 
 import asyncio
 import select
@@ -40,7 +40,7 @@ class Port:
         certificates: tuple[Certificates | None, ...] = (None, None),
         **options: object,
     ) -> None:
-        """`certificates` are the server's and the caller's."""
+        """Set up the port; `certificates` are the server's and the caller's."""
         self.cancelled = asyncio.Event()
         self.accepted: list[dict[int, int]] = []
         routes = [web.post("/echo", self.echo), web.post("/hang", self.hang), web.post("/break", self.broken)]
@@ -59,7 +59,7 @@ class Port:
 
     @property
     def place(self) -> str:
-        """The server's "host:port"."""
+        """Return the server's "host:port"."""
         return self.server.url.split("/")[2]
 
     async def echo(self, request: web.Request) -> web.Response:
@@ -131,7 +131,7 @@ async def test_what_was_recorded_is_refused_when_it_is_sent_again():
         recorder = Recorder(port.place)
         async with await asyncio.start_server(recorder.pass_on, "127.0.0.1", 0) as relay:
             place = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
-            port.server.gate.address = place  # the recorder is on the way, as on a network that it reads
+            port.server.gate.address = place  # the recorder is between the two, like a reader on the network
             assert await ask(port.http, f"http://{place}/echo/echo") == 0
             await port.http.close()
         assert b"POST /echo/echo" in recorder.sent
@@ -150,7 +150,7 @@ async def test_what_took_over_a_dead_servers_port_learns_nothing_and_gives_no_an
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heard.append(await reader.read(4096))
         writer.write(answers[len(heard) - 1])
-        heard[-1] += await reader.read()  # all that comes
+        heard[-1] += await reader.read()  # reads everything
         writer.close()
 
     async with Port() as port:
@@ -162,7 +162,7 @@ async def test_what_took_over_a_dead_servers_port_learns_nothing_and_gives_no_an
             for _ in answers:
                 with pytest.raises(EngineUnreachable, match="does not have"):
                     await ask(port.http, f"{url}/echo")
-    assert [len(each) for each in heard] == [37, 37]  # a hello: nonces and a name of the key
+    assert [len(each) for each in heard] == [37, 37]  # a hello: nonces and the name of the key
     assert not any(b"secret" in each or b"POST" in each for each in heard)
 
 
@@ -205,7 +205,7 @@ async def test_a_bug_and_a_foreign_server_are_errors_of_ours():
 
 
 async def test_a_burst_of_connections_waits_in_the_system_while_the_server_is_busy():
-    """A server that stands still for a moment loses no opening: those that are dropped come again after seconds."""
+    """A server that is busy for a moment loses no connection; dropped ones would be retried only after seconds."""
     async with Port() as port:
         host, _, number = port.place.rpartition(":")
 
@@ -214,21 +214,22 @@ async def test_a_burst_of_connections_waits_in_the_system_while_the_server_is_bu
 
         before = time.monotonic()
         with ThreadPoolExecutor(1) as thread:
-            opened = thread.submit(connect).result()  # this loop, the server's, stands still meanwhile
-        assert time.monotonic() - before < 9  # the first that is dropped takes ten
+            opened = thread.submit(connect).result()  # the server's event loop does not run during this call
+        assert time.monotonic() - before < 9  # a dropped connection takes ten seconds
         for one in opened:
             one.close()
         assert await port.ask("/echo", b"abc") == 3
 
 
 async def test_few_connections_to_one_server_are_opened_at_a_time():
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:  # takes one, and answers no other handshake
+    # the backlog takes one connection, and no other handshake is answered
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
         number = deaf.getsockname()[1]
         http = PrivateHttp(Trust("secret"), lost=EngineLost, late=DeadlineExceeded)
         asking = [asyncio.create_task(ask(http, f"http://127.0.0.1:{number}/echo")) for _ in range(4 * MAX_OPENING)]
         await asyncio.sleep(0.5)
-        assert 0 < num_sockets_to(number) <= MAX_OPENING + 2  # and those that the backlog took
-        async with Port() as port:  # another server's are not held up
+        assert 0 < num_sockets_to(number) <= MAX_OPENING + 2  # and the connections in the backlog
+        async with Port() as port:  # connections to another server are not delayed
             assert await ask(http, f"{port.server.url}/echo") == 0
         for task in asking:
             task.cancel()
@@ -247,7 +248,7 @@ async def test_a_burst_opens_no_more_connections_than_run_at_once():
 
 
 async def test_a_process_that_stands_still_calls_no_server_dead():
-    """The opening takes several rounds of the event loop, of which each takes longer than the whole deadline."""
+    """A connection takes several rounds of the event loop, each of which exceeds the whole deadline."""
     thread, port, loop = LoopThread("server"), Port(), asyncio.get_running_loop()
     await asyncio.wrap_future(thread.run(port.server.start()))
     http = PrivateHttp(Trust("secret"), lost=EngineLost, late=DeadlineExceeded, connect_timeout_s=0.2)
@@ -323,14 +324,14 @@ async def test_a_server_of_another_authority_or_address_is_refused_and_so_is_one
 
 
 class AtAnotherAddress(RunAuthority):
-    """The authority of a process that has moved into another one's address."""
+    """The authority of a process that now uses another process's address."""
 
     def server(self, address: str) -> ssl.SSLContext:
         return RunAuthority.server(self, "127.0.0.9")
 
 
 class Recorder:
-    """Something on the way to a server that keeps all that is sent there."""
+    """A proxy in front of a server that records all bytes sent to it."""
 
     def __init__(self, place: str) -> None:
         self.sent = b""
@@ -353,7 +354,7 @@ class Recorder:
 
 
 async def exchange(place: str, said: bytes) -> bytes:
-    """Send some bytes to a port, and return all that comes back."""
+    """Send bytes to a port, and return all bytes of the answer."""
     host, _, port = place.rpartition(":")
     async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -369,7 +370,7 @@ async def ask(http: PrivateHttp, url: str) -> int:
 
 
 def num_sockets_to(port: int) -> int:
-    """The client sockets of this host to a port of 127.0.0.1, opened or opening."""
+    """Return the number of this host's client sockets to a port of 127.0.0.1, opened or opening."""
     ends = (line.split()[2:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
     return sum(peer == f"0100007F:{port:04X}" and state in ("01", "02") for peer, state in ends)
 
@@ -383,14 +384,14 @@ def test_a_long_stage_is_not_late_because_of_what_froze_meanwhile():
 
 
 async def test_connections_of_a_burst_wait_while_the_server_computes():
-    """E3: with asyncio's own backlog of 128 the others' handshakes were dropped, and tried again after a second."""
+    """E3: asyncio's backlog of 128 dropped further handshakes, which were retried after a second."""
     num_callers = 600
     async with Port() as port:
         host, _, number = port.place.partition(":")
         callers = [socket.socket() for _ in range(num_callers)]
         for caller in callers:
             caller.setblocking(False)
-            caller.connect_ex((host, int(number)))  # nothing is accepted: this event loop does not run meanwhile
+            caller.connect_ex((host, int(number)))  # this event loop does not run, so no connection is accepted
         try:
             _, connected, _ = select.select([], callers, [], 0.5)
             assert len(connected) == num_callers

@@ -1,4 +1,4 @@
-"""An engine behind its private port is the same engine: results, errors, cancellation, and who may ask."""
+"""An engine behind its private port behaves like the engine: results, errors, cancellation and authentication."""
 
 import asyncio
 import contextlib
@@ -138,7 +138,7 @@ async def test_a_workers_key_generates_and_commands_nothing(tmp_path):
 
 
 class StubbornEngine(SimulatedEngine):
-    """Has one more piece for a caller that has left, before it hears that its request is cancelled."""
+    """Sends one more piece to a disconnected caller before it receives the cancellation."""
 
     is_ended = False
 
@@ -258,7 +258,8 @@ async def test_orders_that_arrive_late_or_twice_or_unnumbered_are_refused():
 
         assert await send("/pause", numbered(7, 1), pause) == 200
         assert await send("/resume", numbered(7, 3)) == 200
-        for late in ((7, 2), (7, 3), (7, 1), (6, 99)):  # after its resume, a copy, an older coordinator
+        # a pause sent before the resume, a repeat, an order of an older coordinator
+        for late in ((7, 2), (7, 3), (7, 1), (6, 99)):
             assert await send("/pause", numbered(*late), pause) == 409
         assert not plane.engine.is_paused
         assert await send("/pause", {}, pause) == 400
@@ -280,7 +281,7 @@ async def test_a_new_process_outranks_the_one_before_it():
 
         old = EngineClients(Trust("secret"), 1, taken_over)
         new = EngineClients(Trust("secret"), 2, above)
-        forgetful = EngineClients(Trust("secret"), 1, above)  # it owns the store, whose counter was lost
+        forgetful = EngineClients(Trust("secret"), 1, above)  # it owns the store, which lost its counter
         try:
             await old.connect(plane.server.url).pause(PauseMode.KEEP)
             await new.connect(plane.server.url).resume()
@@ -460,7 +461,7 @@ def load(num_steps, num_running=1):
 
 
 def looked(watch, loads, interval_s=1.0, *, is_frozen=False):
-    """The verdicts of looks at these loads, one each `interval_s`."""
+    """Return the verdicts for these loads, observed every `interval_s`."""
     return [watch.observe(one, number * interval_s, is_frozen=is_frozen) for number, one in enumerate(loads)]
 
 
@@ -473,10 +474,10 @@ def test_an_engine_that_takes_no_step_hangs():
 @pytest.mark.parametrize(
     ("loads", "is_frozen"),
     [
-        ([load(3, num_running=0)] * 20, False),  # nobody asks anything
+        ([load(3, num_running=0)] * 20, False),  # no requests
         ([load(3)] * 20, True),  # paused, asleep or committing
-        ([load(number) for number in range(1, 21)], False),  # a long prefill, chunk by chunk
-        ([load(0)] * 20, False),  # it compiles
+        ([load(number) for number in range(1, 21)], False),  # a long prefill, in chunks
+        ([load(0)] * 20, False),  # the engine compiles
     ],
 )
 def test_what_is_no_hang(loads, is_frozen):
@@ -490,7 +491,7 @@ def test_the_time_in_which_the_replica_itself_stood_still_does_not_count():
 
 
 class SlowToStart(SimulatedEngine):
-    """Says when its start begins and ends."""
+    """An engine that records the start and end of its startup."""
 
     def __init__(self, seen):
         super().__init__(SPEC, clock=RealClock())
@@ -526,7 +527,7 @@ async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lo
     clients = EngineClients(Trust("secret"))
     async with asyncio.timeout(30):
         await replica.start()
-        assert directory.num_waits < 0  # it asked, and waited
+        assert directory.num_waits < 0  # it requested a start and waited
         remote = clients.connect(replica.url)
         await remote.generate(request("good"))
         await replica.check_health()
@@ -565,7 +566,7 @@ async def test_a_pause_that_nobody_ends_refuses_new_requests_and_holds_those_it_
         assert not held.done()
         await remote.resume()
         await held
-        while True:  # the next look finds it awake
+        while True:  # the next poll finds it awake
             with contextlib.suppress(EnginePaused):
                 await remote.generate(request("after"))
                 break
@@ -626,4 +627,4 @@ async def test_a_replica_whose_samples_stay_uniform_says_so():
         finally:
             await clients.close()
             await replica.close()
-    assert [entry["log_level"] for entry in logs if entry["event"] == "samples_noise"] == ["warning"]  # once
+    assert [entry["log_level"] for entry in logs if entry["event"] == "samples_noise"] == ["warning"]  # logged once

@@ -1,11 +1,11 @@
-"""A trainer with a broadcast group of its own, as a process that a test can kill; gloo stands for NCCL.
+"""A trainer with its own broadcast group, as a process that a test can kill; gloo replaces NCCL.
 
 python -m tests.servers.weight_transfer.group_trainer URL ORDER
     ORDER (JSON): {"folder": a checkpoint, "version": null, "packed": 0, "parts": 1, "rounds": 1,
         "dies_after": null}
-    stdout: what `/finish_weight_update` answered, a line for each round
+    stdout: the answer of `/finish_weight_update`, a line for each round
 
-It speaks vLLM's verbs in the order of vLLM's own helper. The group is made as slime and Miles make theirs.
+It sends vLLM's verbs in the order of vLLM's own helper, and creates the group as slime and Miles do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 TIMEOUT = timedelta(seconds=30)
 GROUP = "vllm"
-REFUSED = 3  # the exit code after an error that the service has answered
+REFUSED = 3  # the exit code after an error answer of the service
 
 
 def free_port() -> int:
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 def joined(name: str, port: int, world_size: int, backend: str = "gloo") -> dist.ProcessGroup:
-    """Rank 0 of a group that is no default group, as SGLang's `init_custom_process_group` makes it."""
+    """Return rank 0 of a group that is not the default group, like SGLang's `init_custom_process_group`."""
     store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     store = dist.PrefixStore(name, store)
@@ -51,7 +51,7 @@ def joined(name: str, port: int, world_size: int, backend: str = "gloo") -> dist
 
 
 def runs(tensors: Sequence[torch.Tensor], packed_bytes: int) -> Iterator[torch.Tensor]:
-    """The broadcasts of tensors: each as it is, or in buffers as vLLM's `pack_tensors` fills them."""
+    """Return the broadcasts of tensors: each one separately, or in buffers as vLLM's `pack_tensors` fills them."""
     if not packed_bytes:
         yield from tensors
         return
@@ -82,7 +82,7 @@ class Trainer:
         self.group: dist.ProcessGroup | None = None
 
     def begin(self, path: str, body: Any) -> Future[dict[str, Any]]:
-        """Post beside a collective of the group. Its failure ends the process: the collective would not end."""
+        """Post during a collective of the group. A failure ends the process: the collective would not end."""
 
         def look(call: Future[dict[str, Any]]) -> None:
             if (error := call.exception()) is not None:

@@ -31,7 +31,7 @@ from agentloop_servers.weight_transfer.vllm_worker import quantised_layers
 
 NUM_LAYERS = 2
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, EXPERT_FFN, EXPERTS = 64, 4, 2, 16, 96, 32, 4
-VOCAB = 250  # no multiple of 64: the embeddings are padded, with two ranks on the second only
+VOCAB = 250  # not a multiple of 64: the embeddings are padded, and of two ranks only the second is
 FIELDS: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -70,11 +70,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODELS["quantised"] = {**MODELS["llama"], "dtype": "bfloat16"}
 MODELS["spread_moe"] = MODELS["moe"]  # the same, but expert-parallel
-CHECKPOINT_DTYPES = {"untied": torch.float32}  # a cast on the way in; the others have the model's dtype
+CHECKPOINT_DTYPES = {"untied": torch.float32}  # cast during loading; the others have the model's dtype
 
 
 def shapes(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a checkpoint as transformers names them."""
+    """Return the tensors of a checkpoint by transformers' names."""
     fields = MODELS[name]
     yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
     for layer in range(NUM_LAYERS):
@@ -107,7 +107,7 @@ def shapes(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def checkpoint(name: str) -> dict[str, torch.Tensor]:
-    """Random tensors, the same on every rank."""
+    """Return random tensors, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     dtype = CHECKPOINT_DTYPES.get(name, getattr(torch, {**FIELDS, **MODELS[name]}["dtype"]))
     return {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in shapes(name)}
@@ -121,8 +121,8 @@ def infos(tensors: Mapping[str, torch.Tensor]) -> list[TensorInfo]:
 
 
 def build(config: VllmConfig) -> torch.nn.Module:
-    """A model whose parameters hold noise that no checkpoint has."""
-    config.compilation_config.static_forward_context.clear()  # the layers of the model before
+    """Build a model whose parameters hold random values that no checkpoint has."""
+    config.compilation_config.static_forward_context.clear()  # the layers of the previous model
     with set_default_torch_dtype(config.model_config.dtype):
         model = initialize_model(config)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def build(config: VllmConfig) -> torch.nn.Module:
 
 
 def state(model: torch.nn.Module) -> list[Any]:
-    """Everything of a model but its bytes: identities, addresses, attributes."""
+    """Return all of a model except its bytes: identities, addresses, attributes."""
     found: list[Any] = []
     for name, module in model.named_modules():
         found += [(name, {key: id(value) for key, value in vars(module).items()})]
@@ -150,7 +150,7 @@ def state(model: torch.nn.Module) -> list[Any]:
 
 
 def refusal(call: Any, *args: Any, kind: type[Exception] = PlanRefused) -> str:
-    """The reason; empty if it was not refused."""
+    """Return the reason of a refusal; empty if it was not refused."""
     try:
         call(*args)
     except kind as error:
@@ -159,7 +159,7 @@ def refusal(call: Any, *args: Any, kind: type[Exception] = PlanRefused) -> str:
 
 
 def compare(name: str, config: VllmConfig) -> dict[str, Any]:
-    """Load one model by plan and another by vLLM, and tell all that a test wants to know."""
+    """Load one model by plan and another by vLLM, and return the results for the tests."""
     tensors = checkpoint(name)
     model, reference = build(config), build(config)
     before, bytes_before = state(model), {key: value.clone() for key, value in model.named_parameters()}
@@ -169,7 +169,7 @@ def compare(name: str, config: VllmConfig) -> dict[str, Any]:
         torch.equal(parameters[key], bytes_before[key]) for key in parameters
     )
     apply_fills(plan, parameters)
-    for key in sorted(tensors, reverse=True):  # in an order of our own
+    for key in sorted(tensors, reverse=True):  # in a different order
         apply(plan, key, tensors[key], parameters)
     reference.load_weights(iter(tensors.items()))
     expected = dict(reference.named_parameters())
@@ -200,7 +200,7 @@ def compare(name: str, config: VllmConfig) -> dict[str, Any]:
 def unnoticed(
     plan: CopyPlan, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Tensors whose late arrival (the parameters have another version's values) the proof did not see."""
+    """Return the tensors whose wrong values in the parameters the check did not detect."""
     missed = []
     for name, tensor in tensors.items():
         apply(plan, name, tensor + 1, parameters)
@@ -212,7 +212,7 @@ def unnoticed(
 def experts(
     model: torch.nn.Module, config: VllmConfig, plan: CopyPlan, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
-    """What is said of experts in another layout: of the same shape (gate and up changed places), and packed."""
+    """Return the refusals of experts in another layout: the same shape with gate and up swapped, and packed."""
     name, layer = next((name, layer) for name, layer in model.named_modules() if hasattr(layer, "w13_weight"))
     layer.w13_weight.data.copy_(layer.w13_weight.data.roll(layer.w13_weight.shape[1] // 2, dims=1))
     swapped = refusal(check_plan, plan, dict(model.named_parameters()), tensors.__getitem__)
@@ -222,7 +222,7 @@ def experts(
 
 
 def loaded(config: VllmConfig, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """A model as vLLM's own loader makes it, but that layers on CPU compute with packed copies."""
+    """Return a model loaded by vLLM's own loader, without the packed copies that layers on CPU compute with."""
     model = build(config)
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         model.load_weights(iter(tensors.items()))
@@ -232,7 +232,7 @@ def loaded(config: VllmConfig, tensors: Mapping[str, torch.Tensor]) -> torch.nn.
 
 @dataclass
 class Served:
-    """See `ServedModel`: what a commit of shadows asks for."""
+    """See `ServedModel`: the part that a commit of shadows uses."""
 
     parameters: dict[str, torch.Tensor]
 
@@ -242,7 +242,7 @@ def served(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def quantise(config: VllmConfig) -> dict[str, Any]:
-    """Stage and commit another version in a quantised model, and compare it with one that has loaded it."""
+    """Stage and commit another version in a quantized model, and compare it with a model that has loaded it."""
     old = checkpoint("quantised")
     new = {name: tensor * 1.5 + 0.125 for name, tensor in old.items()}
     model, fresh = loaded(config, old), loaded(config, new)
@@ -258,7 +258,7 @@ def quantise(config: VllmConfig) -> dict[str, Any]:
     found["num_checked"] = check_plan(plan, served(model), old.__getitem__)
     shadows = {name: torch.empty_like(tensor) for name, tensor in served(model).items()}
     staged = ShadowParameters(plan, shadows, served(model), StagingDevice.HOST)
-    for again in (False, True):  # a receiver that is lost half-way makes all tensors come again
+    for again in (False, True):  # if a receiver is lost half-way, all tensors are sent again
         for name in sorted(new)[: None if again else len(new) // 2]:
             staged.accept(name, new[name])
     staged.finish_staging()
@@ -283,7 +283,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     found: dict[str, Any] = {}
-    for name, fields in MODELS.items():  # the one with experts first: only it makes vLLM set up their group
+    for name, fields in MODELS.items():  # the one with experts first: only it makes vLLM create their group
         model_folder = folder / name
         model_folder.mkdir()
         (model_folder / "config.json").write_text(json.dumps({**FIELDS, **fields}))

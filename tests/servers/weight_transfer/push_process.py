@@ -1,4 +1,4 @@
-"""One side of a push in a process of its own, so that a test can kill it.
+"""One side of a push in a separate process, so that a test can kill it.
 
 python -m tests.servers.weight_transfer.push_process receive <stall at bucket, or -1>  stdin: a PushSource as JSON
 python -m tests.servers.weight_transfer.push_process send <stall at tensor, or -1> [<transport> <address> ...]
@@ -34,7 +34,7 @@ def stall() -> None:
 
 
 def receive(source: PushSource, stall_at: int) -> None:
-    """Print "done" after a whole update, "stalled" at the bucket where it stops."""
+    """Receive. Prints "done" after a complete update, or "stalled" at the bucket where it stops."""
     incoming = Receiver(CPU, 0).open(source, can_hold=True, timeout_s=TIMEOUT_S)
     while True:
         try:
@@ -58,7 +58,7 @@ def send(
     num_tensors: int = 12,
     num_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Print the offer, then "stalled" at the tensor where it stops."""
+    """Send. Prints the offer, then "stalled" at the tensor where it stops."""
 
     def load(number: int) -> torch.Tensor:
         if number == stall_at:
@@ -69,7 +69,7 @@ def send(
     sender = WeightSender(listen_host=address, transport=transport, bucket_bytes=num_bytes, device=CPU)
     source = sender.offer([Outgoing(info, lambda n=n: load(n)) for n, info in enumerate(infos)])
     say(msgspec.json.encode(source).decode())
-    report = sender.run(TIMEOUT_S, late_grace_s=TIMEOUT_S)  # processes take long to start on a busy machine
+    report = sender.run(TIMEOUT_S, late_grace_s=TIMEOUT_S)  # starting processes takes long on a busy machine
     sender.close()
     say("done")
     say(msgspec.json.encode(report).decode())

@@ -1,4 +1,4 @@
-"""What the push tests share: tensors, receivers in threads, and processes that a test may kill."""
+"""Shared helpers of the push tests: tensors, receivers in threads, and processes that a test may kill."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def weights(seed: int = 0, num_tensors: int = 9, size: int = BUCKET_BYTES // 8) -> Tensors:
-    """Float32 tensors, two of which fill a bucket."""
+    """Return float32 tensors, two of which fill a bucket."""
     generator = torch.Generator().manual_seed(seed)
     return {f"t{number}": torch.randn(4, size // 4, generator=generator) for number in range(num_tensors)}
 
@@ -49,7 +49,7 @@ def collect(
     on_bucket: Callable[[int], None] = lambda bucket: None,
     num_restarts: list[int] | None = None,
 ) -> Tensors:
-    """Consume an update as an engine's worker does."""
+    """Consume an update like an engine's worker."""
     while True:
         try:
             found: Tensors = {}
@@ -74,13 +74,13 @@ def same(found: Tensors, sent: Tensors, dtype: torch.dtype = torch.float32) -> b
 class CountingSender(WeightSender):
     @property
     def num_connected(self) -> int:
-        """Connections to workers now: those that have said hello, and those kept from the last update."""
+        """Return the number of worker connections that completed the hello or were kept from the last update."""
         with self._condition:
             return sum(connection.is_known and not connection.is_dead for connection in self._connections)
 
 
 class Stage:
-    """A sender, receivers, and threads for all of them; closes what it made."""
+    """A sender, receivers, and threads for all of them. Closes everything that it created."""
 
     def __init__(self) -> None:
         self._exits = contextlib.ExitStack()
@@ -97,7 +97,7 @@ class Stage:
         return receiver
 
     def run(self, sender: WeightSender, timeout_s: float = WAIT_S, **options: object) -> Future[SendReport]:
-        """Nobody is late unless a test says so: processes take long to start on a busy machine."""
+        """Send with a long grace period unless a test sets it: processes start slowly on a busy machine."""
         return self._pool.submit(sender.run, timeout_s, **{"late_grace_s": WAIT_S, **options})
 
     def receive(self, receiver: Receiver, source: PushSource, **options: object) -> Future[Tensors]:
@@ -111,7 +111,7 @@ class Stage:
 
     def process(self, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            # -B: one that may write no large files would leave others half of a module's bytecode.
+            # -B: a process that may not write large files would leave truncated bytecode of a module.
             [sys.executable, "-B", "-m", "tests.servers.weight_transfer.push_process", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -165,7 +165,7 @@ def buffer_files() -> set[Path]:
 
 @contextlib.contextmanager
 def leaving_no_files() -> Iterator[None]:
-    """Other tests may be at work in the folder, so only what stays counts."""
+    """Check that no buffer file stays. Concurrent tests may use the folder, so files that vanish do not count."""
     yield
     left = buffer_files()
     give_up_at = time.monotonic() + WAIT_S

@@ -1,4 +1,4 @@
-"""Checkpoint folders are judged by their headers alone."""
+"""Checks of checkpoint folders that read only their headers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_dummy_model_takes_its_form_from_the_first_served_update(tmp_path: Pat
     (folder / "model.safetensors").unlink()
     form = ServedForm(str(folder), is_dummy=True)
     bad = write(tmp_path / "bad", {"model.norm.weight": ("F32", [9], 36)})
-    form.check_directory(bad)  # its commit failed: nothing is known yet
+    form.check_directory(bad)  # its commit failed: the shapes are not known yet
     assert form.tensors == ()
     form.check_directory(write(tmp_path / "good", MODEL))
     form.confirm()
@@ -135,7 +135,8 @@ def test_values_that_are_no_numbers_are_found_in_any_tensor(
     }
     save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
     read_through(inspect_checkpoint(str(tmp_path)))
-    tensors[name].view(-1)[-1] = float("nan") if dtype is torch.float8_e4m3fn else bad  # it has no infinities
+    # the dtype has no infinities
+    tensors[name].view(-1)[-1] = float("nan") if dtype is torch.float8_e4m3fn else bad
     save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointUnreadable, match=f"{name} has values that are not finite numbers"):
         read_through(inspect_checkpoint(str(tmp_path)))

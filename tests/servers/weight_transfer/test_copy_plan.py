@@ -1,4 +1,4 @@
-"""Plans for small models whose loaders do everything that a loader may do, and what it may not."""
+"""Plans for small models whose loaders use every supported operation, and refusals of the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Loader = Callable[[Any, dict[str, torch.Tensor]], None]
 
 
 class Model(torch.nn.Module):
-    """One matrix and one vector, loaded by a function that gets them and all the tensors."""
+    """One matrix and one vector, loaded by a function that receives the model and all tensors."""
 
     def __init__(self, load: Loader) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def infos(tensors: dict[str, torch.Tensor]) -> list[TensorInfo]:
 
 
 def loaded(load: Loader, tensors: dict[str, torch.Tensor] = TENSORS) -> tuple[Model, CopyPlan]:
-    """A model that was loaded by its plan, after a check that the plan does what the loader does."""
+    """Return a model loaded by its plan, after checking that the plan gives the same result as the loader."""
     model, reference = Model(load), Model(load)
     plan = trace(model, infos(tensors))
     parameters = dict(model.named_parameters())
@@ -84,7 +84,7 @@ def by_columns(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
 def with_padding(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
     layer.weight.data[:5].copy_(tensors["w"][1:])
     layer.weight.data[5:].zero_()
-    layer.weight[6:].data.copy_(tensors["w"][6:])  # nothing
+    layer.weight[6:].data.copy_(tensors["w"][6:])  # an empty slice
     layer.bias.data[:4].copy_(tensors["b"][2:])
     layer.bias.data[4:5].fill_(1)
     layer.bias.data[5:].fill_(torch.tensor(2.0))
@@ -304,7 +304,7 @@ def test_a_model_that_derives_weights_is_refused(hook: str) -> None:
 def test_attention_that_keeps_its_sinks_in_another_type_is_refused(has_variants: bool) -> None:
     model = Model(plain)
     impl = SimpleNamespace(_sinks_source=model.layer.bias, sinks=model.layer.bias)
-    other = SimpleNamespace(sinks=model.layer.bias)  # of a backend that takes them as they are
+    other = SimpleNamespace(sinks=model.layer.bias)  # a backend that uses the sinks unchanged
     model.layer.impl = SimpleNamespace(get_impl_variants=lambda: (other, impl)) if has_variants else impl
     trace(model, infos(TENSORS))
     impl.sinks = model.layer.bias.double()

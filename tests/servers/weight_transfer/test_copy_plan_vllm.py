@@ -23,7 +23,7 @@ def start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subprocess
     return subprocess.Popen(
         [sys.executable, "-m", "tests.servers.weight_transfer.plan_rank", *arguments],
         cwd=Path(__file__).parents[3],
-        # The name of what ranks share, which vLLM's own worker sets where its CPU kernels can use it.
+        # The identifier that ranks share, which vLLM's own worker sets where its CPU kernels can use it.
         env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": str(port)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -33,7 +33,7 @@ def start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subprocess
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """What `plan_rank.py` found: "1/0" for one process, "2/0" and "2/1" for two tensor-parallel ones."""
+    """Run `plan_rank.py`. Results by rank: "1/0" for one process, "2/0" and "2/1" for two tensor-parallel ones."""
     processes: dict[str, tuple[Path, subprocess.Popen[str]]] = {}
     try:
         for num_ranks in (1, 2):
@@ -66,7 +66,7 @@ def test_a_plan_does_exactly_what_vllms_loader_does(ranks: dict[str, Any], rank:
     assert all(".mlp.experts." in name for name in others_experts)
     assert found["num_checked"] == found["num_copies"]
     assert found["unnoticed"] == found["unused"]
-    has_padding = rank != "2/0"  # 250 ids in 256 rows: the last rank's
+    has_padding = rank != "2/0"  # 250 ids in 256 rows: padding on the last rank
     assert (found["num_fills"] > 0) is has_padding
     assert (found["num_copied"] < found["num_elements"]) is has_padding
 
@@ -74,7 +74,7 @@ def test_a_plan_does_exactly_what_vllms_loader_does(ranks: dict[str, Any], rank:
 def test_two_ranks_share_the_checkpoint(ranks: dict[str, Any]) -> None:
     whole, *halves = (ranks[rank]["llama"]["num_copied"] for rank in ("1/0", "2/0", "2/1"))
     assert all(half < 0.6 * whole for half in halves)
-    assert sum(halves) > whole  # the norms are on both
+    assert sum(halves) > whole  # the norms are on both ranks
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -1,4 +1,4 @@
-"""What a worker reads of a trainer's part: the cuts of packed buffers, and handles without pickle's freedom."""
+"""A worker's handling of a trainer's part: the layout of packed buffers, and handles restricted in unpickling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentloop_servers.weight_transfer.group_member import broadcasts, mapped, r
 
 INFOS = (
     TensorInfo("a", "bfloat16", (3,)),
-    TensorInfo("b", "float32", (2, 2)),  # not aligned after the six bytes before it
+    TensorInfo("b", "float32", (2, 2)),  # not aligned, after the first six bytes
     TensorInfo("c", "bfloat16", (4,)),
 )
 
@@ -24,7 +24,7 @@ INFOS = (
     ("packing", "buffer_bytes", "expected"),
     [
         (Packing.PLAIN, 0, ["a", "b", "c"]),
-        (Packing.PACKED, 6, ["ab", "c"]),  # a buffer ends with the tensor that first exceeds it, as vLLM's does
+        (Packing.PACKED, 6, ["ab", "c"]),  # a buffer ends with the first tensor that exceeds it, like vLLM's
         (Packing.PACKED, 5, ["a", "b", "c"]),
         (Packing.PACKED, 1000, ["abc"]),
         (Packing.FLAT, 0, ["abc"]),
@@ -44,7 +44,7 @@ def test_tensors_of_a_buffer_are_what_was_packed() -> None:
 
 
 class Trap:
-    """Its unpickling makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

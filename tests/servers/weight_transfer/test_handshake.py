@@ -1,4 +1,4 @@
-"""Which transport reaches which worker."""
+"""Selection of the transport for each worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tensors lie in buckets: both sides compute it, so it must be the same, aligned, and without overlaps."""
+"""Positions of tensors in buckets: both sides compute them; they must be equal, aligned and disjoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of a LoRA folder without torch, and what is refused before vLLM sees it."""
+"""Reading a LoRA folder without torch, and refusals before vLLM reads it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_scaling_is_that_of_peft(folder):
     patterns = {"alpha_pattern": {"self_attn.k_proj": 2, "proj": 1}, "use_rslora": False}
     layers = read_adapter(configure(folder, **patterns)).layers
     assert layers[LAYER].scaling == 0.5
-    assert layers["model.layers.0.self_attn.q_proj"].scaling == 2.0  # "proj" begins at no dot
+    assert layers["model.layers.0.self_attn.q_proj"].scaling == 2.0  # "proj" does not start after a dot
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What of the NCCL transport can be seen without a GPU; the rest is `tests/gpu/push_transports.py`."""
+"""The parts of the NCCL transport that can be tested without a GPU; the rest is `tests/gpu/push_transports.py`."""
 
 import pytest
 

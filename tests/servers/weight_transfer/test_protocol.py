@@ -1,4 +1,4 @@
-"""The connection: who is let in, what ends it, and how soon the end of a peer is seen."""
+"""The connection: authentication, errors that end it, and fast detection of a lost peer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hello(token: str = TOKEN) -> Hello:
 
 
 class Side:
-    """The sender's connections, and the workers'."""
+    """The sender's connections and the workers'."""
 
     def __init__(self, hello_timeout_s: float = 0.3) -> None:
         self.listening = ControlConnections(
@@ -56,7 +56,7 @@ class Side:
         return self.workers.connect(self.address, WAIT_S)
 
     def pair(self) -> tuple[Connection, Connection]:
-        """A worker's end and the listener's, after the hello."""
+        """Return a worker's end and the listener's, after the hello."""
         end = self.connect()
         end.send(hello())
         until(lambda: any(connection.peek(Hello) for connection in self.connections))
@@ -229,7 +229,7 @@ def test_nobody_listens(side):
 
 
 def test_a_close_amid_an_accept_leaves_no_socket_open():
-    """In most of the hundred closes a connection is on its way in."""
+    """In most of the hundred closes, a connection is being accepted."""
     with warnings.catch_warnings(record=True) as left:
         warnings.simplefilter("always", ResourceWarning)
         for number in range(100):

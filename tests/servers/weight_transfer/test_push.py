@@ -1,4 +1,4 @@
-"""A push over shared memory from a sender to receivers, on threads: what arrives, and what each failure means."""
+"""A push over shared memory from a sender to receivers, on threads: the received tensors, and each failure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def stage() -> Iterator[Stage]:
 
 
 class ZeroTransport(ShmReceiveTransport):
-    """Succeeds, and delivers zeros: what a transport that disabled itself looks like."""
+    """Succeeds and delivers zeros, like a transport that disabled itself."""
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         for bucket, data in super().buckets():
@@ -58,7 +58,7 @@ class ZeroTransport(ShmReceiveTransport):
 
 
 class BrokenTransport(ShmSendTransport):
-    """Breaks at bucket 2 of the first `num_broken` attempts though nobody is lost."""
+    """Fails at bucket 2 of the first `num_broken` attempts although no peer is lost."""
 
     num_broken = 1
 
@@ -129,7 +129,7 @@ def test_what_goes_by_sockets_is_what_was_sent(stage, num_tensors, is_encrypted)
 
 @pytest.fixture
 def socket_bytes(monkeypatch) -> list[int]:
-    """The sizes of all writes to data connections from now on."""
+    """Record the sizes of all writes to data connections from now on."""
     sizes: list[int] = []
     sendall = socket.socket.sendall
 
@@ -157,7 +157,7 @@ def test_what_goes_by_sockets_goes_once_to_a_host(stage, socket_bytes, num_recei
 
 
 class BlindMapping(ShmReceiveTransport):
-    """Cannot open another worker's files, as in a container of its own."""
+    """Cannot open another worker's files, as in a separate container."""
 
     def _map(self, setup: MapBuffers) -> list[torch.Tensor]:
         raise FileNotFoundError
@@ -234,7 +234,7 @@ def test_later_updates_use_the_same_links(stage):
         assert all(same(one.result(WAIT_S), sent) for one in arriving)
         num_threads.append(connection_threads())
     assert len(set(num_threads)) == 1
-    sender.release()  # and they survive that the buffers are made anew
+    sender.release()  # and they survive the creation of new buffers
     source = to_workers(sender.offer(outgoing(sent)), 2)
     arriving = [stage.receive(receiver, source) for receiver in receivers]
     assert stage.run(sender).result(WAIT_S).num_receivers == 2
@@ -442,7 +442,7 @@ def test_abort_from_another_thread_ends_the_receiver_and_spares_the_others(stage
     ]
     running = stage.run(sender)
     kept, aborted = (one.result(WAIT_S) for one in opening)
-    ending = stage.submit(collect, aborted)  # waits: the other one is not ready
+    ending = stage.submit(collect, aborted)  # waits because the other receiver is not ready
     time.sleep(0.2)
     began_at = time.monotonic()
     aborted.abort()
@@ -521,7 +521,7 @@ def test_closing_ends_everything(stage):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_leaves_at_whatever_moment_the_others_get_everything(stage, seed):
-    """Two of four workers leave at random moments, in random ways; the second update uses kept connections."""
+    """Two of four workers leave at random moments in random ways; the second update uses kept connections."""
     moments = random.Random(seed)
     sender, receivers = stage.sender(), [stage.receiver(rank) for rank in range(4)]
     for _ in range(2):
@@ -596,7 +596,7 @@ def test_the_others_do_not_wait_for_a_worker_that_the_transfer_can_do_without(st
     until(lambda: num_connected(sender) == 1)
     running = stage.run(sender)
     time.sleep(0.2)
-    assert not running.done()  # those that must come are not replaced by those that may
+    assert not running.done()  # required receivers are not replaced by optional ones
     needed = stage.receive(stage.receiver(0), source)
     report = running.result(WAIT_S)
     assert (report.num_receivers, report.failures) == (2, ())

@@ -1,4 +1,4 @@
-"""A push between processes, some of which are killed while the bytes flow."""
+"""A push between processes, some of which are killed during the transfer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.servers.weight_transfer.pushing import (
 
 pytestmark = pytest.mark.slow
 
-NOTICE_S = 5.0  # within one second on an idle machine; a deadline would be a minute
+NOTICE_S = 5.0  # within one second on an idle machine; a deadline would take a minute
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_worker_killed_before_it_is_ready_is_left_out(stage):
     sent, sender = weights(), stage.sender()
     source = to_workers(sender.offer(outgoing(sent)), 2)
     waiting = stage.process("receive", "-1")
-    feed(waiting, source)  # it says hello, and waits for the other one
+    feed(waiting, source)  # it sends a hello, and waits for the other receiver
     other = stage.receiver()
     running = stage.run(sender)
     while not num_connected(sender):
@@ -117,7 +117,7 @@ def test_the_receivers_of_a_killed_sender_raise_at_once(stage, stall_at, transpo
 
 
 class LeavingWorker(threading.Condition):
-    """A connection and the condition it shares: during a wait come its `Done` and, right behind it, its end."""
+    """A connection and its condition: during a wait, its `Done` arrives, immediately followed by its end."""
 
     connection_id, peer_address, death = 1, "a host", ""
 
@@ -159,7 +159,8 @@ def test_strangers_during_a_push_change_nothing(stage):
         def intrude() -> None:
             sock = strangers.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
             sock.sendall(os.urandom(200))
-            strangers.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))  # and says nothing
+            # and sends nothing
+            strangers.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
 
         intrude()
         with pytest.raises(CheckpointUnreadable, match="token"):

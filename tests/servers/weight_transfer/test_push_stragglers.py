@@ -1,4 +1,4 @@
-"""A trainer's push to a fleet of which one replica is dead, hung or late: real sender, receivers and clock."""
+"""A trainer's push to a fleet with one replica that is dead, hung or late: real sender, receivers and clock."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from agentloop_servers.weight_transfer.trainer import TensorPusher
 
 TENSORS = {"w": torch.ones(4, 4), "b": torch.zeros(4)}
 GRACE_S = 1.0
-STAGE_TIMEOUT_S = 600.0  # what one bad replica would cost everybody
-PATIENCE_S = 60.0  # of the test
+STAGE_TIMEOUT_S = 600.0  # the delay that one bad replica would cause for all
+PATIENCE_S = 60.0  # the test's own timeout
 
 
 class BadReceiver(ReceivedWeights):
-    """Receives as it should, unless it `hangs`, is `lost`, or comes `late_s` after the others."""
+    """Receives normally, unless it `hangs`, is `lost`, or arrives `late_s` after the others."""
 
     def __init__(self) -> None:
         super().__init__(1, can_hold=True, timeout_s=STAGE_TIMEOUT_S)
@@ -50,7 +50,7 @@ class BadReceiver(ReceivedWeights):
 
 @dataclass
 class PushedFleet:
-    """Three replicas of which "c" may be bad, and the port that a pusher has to the service."""
+    """Three replicas, of which "c" may be bad, and the port through which a pusher reaches the service."""
 
     sync: ReplicaSync
     fleet: Fleet
@@ -105,11 +105,12 @@ async def test_a_push_goes_on_without_one_and_the_next_does_not_wait_for_it(faul
         assert site.state("c") is ReplicaState.QUARANTINED
         assert [replica.replica_id for replica in site.fleet.placeable()] == ["a", "b"]
         site.bad.fault = "hung"
-        async with asyncio.timeout(PATIENCE_S):  # whatever grace the sender leaves those that it waits for
+        async with asyncio.timeout(PATIENCE_S):  # independent of the sender's grace for required receivers
             await pusher.push(TENSORS, PushOptions(2, late_grace_s=STAGE_TIMEOUT_S))
         assert site.fleet.weight_version == 2
         site.bad.fault = None
-        report = await pusher.push(TENSORS, PushOptions(3, late_grace_s=GRACE_S))  # one in quarantine may come
+        # a quarantined replica is optional
+        report = await pusher.push(TENSORS, PushOptions(3, late_grace_s=GRACE_S))
         assert [one.error for one in report.replicas] == [None, None, None]
         assert [replica.replica_id for replica in site.fleet.placeable()] == ["a", "b", "c"]
 

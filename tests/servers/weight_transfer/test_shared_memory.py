@@ -1,4 +1,4 @@
-"""The files of the `shm` transport: who may map what, and that names do not outlive their use."""
+"""The files of the `shm` transport: permissions to map them, and their removal after use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUT = lay_out([TensorInfo("a", "float32", (1000,))])
 
 
 class LoopPeer:
-    """What one side posts waits here for whoever takes it."""
+    """Stores a message of one side until the other side receives it."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -74,7 +74,7 @@ def test_a_mapping_shows_what_the_sender_wrote():
     transport.begin(peer, LAYOUT)
     unlink([buffer])
     assert take(peer, BuffersMapped).error is None
-    post(peer, MapBuffers([buffer.export], LAYOUT.largest_bucket))  # without its name, but still mapped
+    post(peer, MapBuffers([buffer.export], LAYOUT.largest_bucket))  # unlinked, but still mapped
     transport.begin(peer, LAYOUT)
     assert take(peer, BuffersMapped).error is None
     transport.close()

@@ -1,4 +1,4 @@
-"""A worker's stager over a small torch model: which way an update takes, and that the commit proves what it did."""
+"""A worker's stager over a small torch model: the path that an update takes, and verification by the commit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ("left.weight", "right.weight", "norm.weight")
 
 
 class TwoInOne(torch.nn.Module):
-    """Fuses two checkpoint matrices into one parameter, with four rows of padding, as engines do."""
+    """Fuses two checkpoint matrices into one parameter, with four rows of padding, like engines do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class StaleModel(PlainModel):
 
 
 class WipedModel(PlainModel):
-    """Loses a row whenever somebody looks, once the test says so."""
+    """Loses a row at every read of its parameters, once the test enables it."""
 
     is_losing = False
 
@@ -119,7 +119,7 @@ class StagingSite:
         self.trainer_error: WeightUpdateFailed | None = None
 
     def load(self, directory: Path, seed: int) -> None:
-        """As the engine's own start does."""
+        """Load the model like an engine's start does."""
         save_file(weights(seed), directory / "model.safetensors")
         self.module.load_weights(iter(weights(seed).items()))
         self.stager.prepare(CheckedFolder(str(directory), infos()))
@@ -141,7 +141,7 @@ class StagingSite:
     def train(self) -> None:
         try:
             self.sender.run(20.0)
-        except WeightUpdateFailed as error:  # as it should where a test closes the sender under way
+        except WeightUpdateFailed as error:  # expected if a test closes the sender during a push
             self.trainer_error = error
 
     def stage(self, source: PushSource | CheckedFolder) -> StageProgress:
@@ -213,7 +213,7 @@ def test_values_that_are_no_numbers_are_refused_while_they_are_staged(
     if has_plan:
         site.assert_holds(1)
     site.trainer.join(20.0)
-    assert site.trainer_error is None  # its part is done: it hears of it with the update's outcome
+    assert site.trainer_error is None  # its part is done: it receives the update's outcome later
     assert site.stage(site.offer(seed=3)).state == "held"
     site.commit()
     site.assert_holds(3)
@@ -229,7 +229,7 @@ def test_values_that_are_no_numbers_fail_a_commit_in_one_phase(tmp_path: Path, h
         with pytest.raises(CheckpointUnreadable, match="fused has values that are not finite"):
             site.commit()
         site.trainer.join(20.0)
-        site.trainer_error = None  # it may have been told
+        site.trainer_error = None  # it may have received the error
         site.stage(site.offer(seed=3))
         site.commit()
         site.assert_holds(3)
@@ -238,7 +238,7 @@ def test_values_that_are_no_numbers_fail_a_commit_in_one_phase(tmp_path: Path, h
 
 
 class DividingModel(PlainModel):
-    """Scales by a norm that may be zero, as a loader that quantises does."""
+    """Divides by a norm that may be zero, like a loader that quantizes."""
 
     def reload(self, tensors: Tensors) -> None:
         super().reload(tensors)
@@ -348,7 +348,7 @@ def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Staging
 def test_a_dropped_stage_lets_go_of_the_trainer(site: StagingSite, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
-    site.stager.stage(StageOrder(1, replace(offer, num_receivers=2)))  # the other one never comes
+    site.stager.stage(StageOrder(1, replace(offer, num_receivers=2)))  # the other receiver never joins
     site.stager.drop(1)
     assert site.stager.poll(1).state == "failed"
     site.num_stages = 1
@@ -359,7 +359,7 @@ def test_a_dropped_stage_lets_go_of_the_trainer(site: StagingSite, tmp_path: Pat
 
 @pytest.mark.parametrize("can_trace", [True, False])
 def test_what_was_pushed_can_be_given_on(can_trace: bool, tmp_path: Path) -> None:
-    """By its parameters, or, where they cannot be read back, by what the push brought."""
+    """The source are the parameters or, where they cannot be read back, the tensors that the push delivered."""
     site, other = StagingSite(can_trace=can_trace), StagingSite(can_trace=can_trace)
     try:
         site.load(tmp_path, seed=1)
@@ -377,7 +377,7 @@ def test_what_was_pushed_can_be_given_on(can_trace: bool, tmp_path: Path) -> Non
 
 
 def test_a_pass_that_restarts_while_it_is_compared_is_received_again() -> None:
-    """Another worker can be lost after this one has every bucket."""
+    """Another worker can be lost after this one has received every bucket."""
     info = TensorInfo("a", "float32", (2,))
     data = view_bytes(torch.tensor([1.0, 2.0]))
 

@@ -1,4 +1,4 @@
-"""The `tcp` transport: connections of strangers, and attempts that break in the middle."""
+"""The `tcp` transport: unauthenticated connections, and attempts that fail in the middle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUT = lay_out([TensorInfo("a", "uint8", (2**22,)), TensorInfo("b", "uint8", (
 
 
 class LoopPeer:
-    """A peer on this host, whose message waits for the other side."""
+    """A peer on this host, which stores its message for the other side."""
 
     connection_id = 1
     host = own_host = peer_host = "127.0.0.1"
@@ -50,7 +50,7 @@ class LoopPeer:
 
     @property
     def tls(self):
-        """The context of the side that asks: the sender begins in a thread, the receiver in the test's own."""
+        """Return the TLS context of the caller's side: the sender runs in a thread, the receiver in the test's."""
         return self._contexts[threading.current_thread() is threading.main_thread()]
 
     def check(self) -> None:
@@ -65,7 +65,7 @@ def peer(request):
 
 @pytest.fixture
 def begun(peer):
-    """A sender and a receiver that have begun an attempt, with a stranger in between; and the sender's buffers."""
+    """Return a sender and a receiver in an attempt with a stranger in between, and the sender's buffers."""
     sender, receiver = TcpSendTransport(CPU), TcpReceiveTransport(CPU)
     buffers = [Buffer(torch.from_numpy(_noise(2**22)), b"") for _ in range(2)]
     beginning = threading.Thread(target=sender.begin, args=([peer], LAYOUT, buffers))
@@ -110,7 +110,7 @@ def test_a_token_may_be_lost_and_sent_again():
     told = msgspec.msgpack.decode(peer.take(), type=Connect)
     for number in range(NUM_STREAMS):
         with socket.create_connection(("127.0.0.1", told.port)) as connection:
-            time.sleep(0.2)  # the kernel's shortest time until it sends a packet again
+            time.sleep(0.2)  # the kernel's shortest retransmission timeout
             connection.sendall(told.token + bytes([number]))
     beginning.join(10.0)
     assert not beginning.is_alive()
@@ -138,7 +138,8 @@ def test_a_wait_ends_when_another_worker_is_lost(begun, peer):
     peer.is_over = True
     with pytest.raises(TransportBroken, match="another worker"):
         next(receiver.buckets())
-    with pytest.raises(TransportBroken, match="another worker"):  # nobody reads: the kernel's buffers are full
+    # no process reads, so the kernel's buffers are full
+    with pytest.raises(TransportBroken, match="another worker"):
         send_for_ever(sender)
 
 

@@ -1,4 +1,4 @@
-"""A trainer in one process, against the real front door; `test_trainer_ranks.py` has those with several."""
+"""A trainer in one process, against the real HTTP app; `test_trainer_group.py` tests several processes."""
 
 from __future__ import annotations
 
@@ -211,11 +211,11 @@ async def test_a_deadline_and_a_cancellation_leave_nothing_running(site: Pushing
             await pusher.push(WEIGHTS, PushOptions(3))
         pushing.cancel()
         await asyncio.sleep(0)
-        pushing.cancel()  # an impatient caller
+        pushing.cancel()  # a caller that gives up early
         with pytest.raises(asyncio.CancelledError):
             await pushing
     assert [(sender.num_running, sender.is_closed) for sender in site.senders] == [(0, True)] * 2
-    async with asyncio.timeout(30):  # a thread ends a moment after its result is there
+    async with asyncio.timeout(30):  # a thread ends shortly after its result is available
         while [one for one in set(threading.enumerate()) - threads if not one.name.startswith("asyncio")]:
             await asyncio.sleep(0.01)
     site.coordinator.on_update = None

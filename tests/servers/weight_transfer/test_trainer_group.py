@@ -1,4 +1,4 @@
-"""Two training processes (FSDP2 and DDP, gloo on CPU) that push together into the real front door."""
+"""Two training processes (FSDP2 and DDP, gloo on CPU) that push together into the real HTTP app."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ async def run_rank(rank: int, rendezvous: Path, url: str) -> dict[str, str]:
             process.kill()
             await process.wait()
     assert process.returncode == 0
-    return orjson.loads(output.splitlines()[-1])  # gloo writes lines of its own
+    return orjson.loads(output.splitlines()[-1])  # gloo also writes lines
 
 
 @pytest.fixture(scope="module")
 async def job(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[list[dict[str, str]], dict[int, dict[str, torch.Tensor]]]:
-    """What each rank saw, and what the fleet got under each version."""
+    """Return each rank's results, and the tensors that the fleet received under each version."""
     coordinator, fleet = FakeCoordinator(), ReceivingFleet()
     got: dict[int, dict[str, torch.Tensor]] = {}
     is_over = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A trainer that is a Ray actor, with a real Ray: the client is used there as anywhere else."""
+"""A trainer that is a Ray actor, with a real Ray: the client is used like anywhere else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_UPDATES = 2
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Any]:
-    class Trainer:  # local, so that Ray carries it by value
+    class Trainer:  # a local class, so that Ray pickles it by value
         async def train(self, url: str) -> list[UpdateReport]:
             model = torch.nn.Linear(3, 2)
             reports = []

@@ -1,4 +1,4 @@
-"""Sums over a tensor's bytes, what they find and depend on, and layers compared with a checkpoint."""
+"""Checksums over a tensor's bytes, their sensitivity, and layers compared with a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float
 
 
 def reference(tensor: torch.Tensor) -> int:
-    """The definition, with Python's integers."""
+    """The definition, computed with Python's integers."""
     if tensor.numel() == 0:
         return 0
     num_rows = tensor.shape[0] if tensor.ndim else 1
@@ -90,7 +90,7 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_no_number_is_found_in_every_float_type(dtype, bad):
     values = torch.randn(5, 7)
-    values[4, 2] = float("nan") if dtype is torch.float8_e4m3fn else bad  # it has no infinities
+    values[4, 2] = float("nan") if dtype is torch.float8_e4m3fn else bad  # the dtype has no infinities
     tensors = {"good": torch.randn(5, 7).to(dtype), "bad": values.to(dtype), "other": torch.ones(3).to(dtype)}
     assert first_not_finite(tensors) == "bad"
     del tensors["bad"]
@@ -131,7 +131,7 @@ ODD += [(torch.float32, ()), (torch.bfloat16, (2, 64, 512)), (torch.float32, (0,
 
 
 def odd_tensors(device="cpu"):
-    """Of every word's size, of odd numbers of rows and words, and one inside another's memory."""
+    """Return tensors of every word size, with odd numbers of rows and words, and one inside another's memory."""
     torch.manual_seed(0)
     made = {f"{n}": (torch.randn(shape) * 50).to(dtype).to(device) for n, (dtype, shape) in enumerate(ODD)}
     return made | {"inside": torch.randn(99).bfloat16().to(device)[3:80].view(11, 7)}
@@ -146,7 +146,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 @pytest.fixture(params=["cpu", pytest.param("triton", marks=INTERPRETED), pytest.param("cuda", marks=GPU)])
 def device(request, monkeypatch):
-    """`triton`: the kernels, interpreted on a CPU."""
+    """The device; `triton` runs the kernels in the interpreter on a CPU."""
     if request.param != "triton":
         return request.param
     from agentloop_servers.weight_transfer import row_kernels  # noqa: PLC0415 - needs Triton
@@ -171,7 +171,7 @@ def test_rows_are_copied_byte_for_byte_and_summed_alike_everywhere(device):
     assert held.first_difference(sent) is None
     plain = PlainChecksums({name: tensor.cpu() for name, tensor in tensors.items()})
     plain.compute()
-    assert held.first_difference(plain) is None  # a copy that is staged in the host's memory has these
+    assert held.first_difference(plain) is None  # a copy that is staged in the host's memory has the same checksums
     for name, tensor in tensors.items():
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), into[name].reshape(-1).view(torch.uint8))
 

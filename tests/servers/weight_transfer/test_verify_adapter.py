@@ -1,4 +1,4 @@
-"""`verify_adapter` on layers like vLLM's, for what one CPU engine cannot show: shards, renamed layers, experts."""
+"""`verify_adapter` on layers like vLLM's, for cases that one CPU engine cannot show: shards, new names, experts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ ATTENTION = "model.layers.0.self_attn"
 
 
 class Layer:
-    """A linear layer with slots, as one of `tp_size` tensor-parallel ranks holds it: `split` is "rows" for a layer
-    whose inputs are divided, "columns" for one whose outputs are."""
+    """A linear layer with slots, as one of `tp_size` tensor-parallel ranks holds it.
+
+    `split` is "rows" for a layer whose inputs are divided, "columns" for one whose outputs are.
+    """
 
     def __init__(self, shapes, split="columns", tp_size=1, tp_rank=0):
         self.n_slices, self.tp_size = len(shapes), tp_size
@@ -36,7 +38,7 @@ class Layer:
         return self._sliced(b, 0) if self._split == "columns" else b
 
     def load(self, halves):
-        """As vLLM loads an adapter: for every slice its A and its scaled B, or None."""
+        """Load like vLLM loads an adapter: for every slice its A and its scaled B, or None."""
         for index, half in enumerate(halves):
             if half is not None:
                 a, b = half
@@ -90,7 +92,7 @@ def test_every_rank_holds_its_shard(folder, tp_size, tp_rank):
     for name, layer in modules.items():
         for stacked in (layer.lora_a_stacked[-1], layer.lora_b_stacked[-1]):
             before = stacked.clone()
-            stacked[0, 0, -1, -1] += 1  # in the padding, even
+            stacked[0, 0, -1, -1] += 1  # even in the padding
             with pytest.raises(RuntimeError, match=f"layer {name} differs from"):
                 verify_adapter(worker(modules), 1, str(folder))
             stacked.copy_(before)

@@ -1,4 +1,4 @@
-"""One rank of a training job on CPU, run as a process of its own by `test_trainer_ranks.py`; prints what it saw.
+"""One rank of a training job on CPU, run as a separate process by `test_trainer_group.py`. Prints its results.
 
 python -m tests.servers.weight_transfer.training_rank RANK RENDEZVOUS_FILE URL
 """
@@ -22,7 +22,7 @@ from agentloop_servers.weight_transfer.trainer import TensorPusher
 from tests.support.transfer.receiving import FakeSender
 
 WORLD_SIZE = 2
-HANGS, REFUSED, MANY_PASSES = 8, 5, 7  # versions that the test's fleet treats so
+HANGS, REFUSED, MANY_PASSES = 8, 5, 7  # versions that the test's fleet handles this way
 
 
 def make_model(seed: int) -> torch.nn.Module:
@@ -37,7 +37,7 @@ def sharded(model: torch.nn.Module) -> torch.nn.Module:
 
 
 async def said(work: Callable[[], object]) -> str:
-    """What an update came to, as a line."""
+    """Return the outcome of an update as a line."""
     try:
         report = await work()
     except AgentLoopError as error:

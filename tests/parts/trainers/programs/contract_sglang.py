@@ -1,6 +1,6 @@
-"""slime's requests or Miles', neither of them a usable package: ours, written from their published code.
+"""Requests of slime and Miles, which are not usable packages: our implementation of their published code.
 
-python contract_sglang.py URL PROMPTS {slime,miles}, in the project's environment; gloo in NCCL's place.
+python contract_sglang.py URL PROMPTS {slime,miles}, in the project's environment; gloo replaces NCCL.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sglang:
         return self.run(work)
 
     def update(self, version: str) -> dict[str, str]:
-        """A group's tensors in a pause: plain and without an end (slime), flat and with one (Miles)."""
+        """Push all tensors in a pause: plain and without an end (slime), or flat and with an end (Miles)."""
         trainer = SglangTrainer(self.url)
         trainer.join()
         tensors = load_file(POLICY / "v1" / "model.safetensors")
@@ -57,7 +57,7 @@ class Sglang:
         return {}
 
     def pause(self) -> dict[str, Any]:
-        """Calls end with their tokens and are put back (slime), or wait and go on (Miles)."""
+        """Pause and resume. Calls end with their tokens and are resent (slime), or wait and continue (Miles)."""
 
         async def work(trainer: SlimeLikeTrainer, samples: list[Sample]) -> None:
             running = [asyncio.create_task(trainer.generate(sample, 300)) for sample in samples]

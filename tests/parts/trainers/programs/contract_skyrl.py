@@ -1,8 +1,8 @@
-"""SkyRL's RemoteInferenceClient and its weight-sync client. SkyRL asks for Python 3.12; here it runs on 3.11.
+"""SkyRL's RemoteInferenceClient and its weight-sync client. SkyRL requires Python 3.12; here it runs on 3.11.
 
-Two things stand in for what this environment has not: `typing.TypedDict` is that of typing_extensions, which
-pydantic asks for below 3.12; and torch and vLLM, which SkyRL's modules import, are the project's. Gloo is in
-NCCL's place.
+Two stand-ins replace missing parts of the environment: `typing.TypedDict` is the class of typing_extensions, which
+pydantic requires below 3.12; torch and vLLM, which SkyRL's modules import, come from the project's environment.
+Gloo replaces NCCL.
 """
 # ruff: noqa: E402 - the stand-ins come first
 
@@ -43,7 +43,7 @@ SAMPLING = {  # as its `get_vllm_sampling_params` makes them
 
 
 class SkyRl:
-    """Both clients, with the service as their router and their only server."""
+    """Both clients. The service is their router and their only server."""
 
     def __init__(self, url: str, prompts: list[list[int]]) -> None:
         self.url, self.prompts = url, prompts
@@ -59,7 +59,7 @@ class SkyRl:
         return asyncio.run(main())
 
     def rollouts(self, **sampling: Any) -> dict[str, Any]:
-        """Sample by ids in sessions, and ask what its trainer asks."""
+        """Sample by ids in sessions, with the requests of SkyRL's trainer."""
         names = [uuid.uuid4().hex for _ in self.prompts]
         batch = {"prompt_token_ids": self.prompts, "session_ids": names, "cache_salt": "0"}
 
@@ -75,7 +75,7 @@ class SkyRl:
         return {"served": list(zip(self.prompts, self.run(work), strict=True))}
 
     def update(self, _: str) -> dict[str, str]:
-        """As its trainer's NCCL sender does: vLLM's engine driven by SkyRL's client, in a pause of SkyRL's."""
+        """Update as SkyRL's NCCL sender does: SkyRL's client drives vLLM's engine during SkyRL's pause."""
         assert self.run(lambda client: client.get_world_size()) == (2, 2)
         tensors = load_file(POLICY / "v1" / "model.safetensors")
         trainer = native_trainer(self.url, tensors, client=self.control)

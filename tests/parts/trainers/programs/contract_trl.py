@@ -1,4 +1,4 @@
-"""TRL's client of a vLLM server, and its sender of weights. vLLM is the project's, and gloo in NCCL's place."""
+"""TRL's client of a vLLM server, and its weight sender. vLLM is the project's, and gloo replaces NCCL."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ weight_transfer.packed_nccl_broadcast_producer = broadcast
 
 
 class Trl:
-    """What `GRPOTrainer` samples with, and what `AsyncGRPOTrainer` pauses and updates with."""
+    """The client that `GRPOTrainer` samples with, and the sender that `AsyncGRPOTrainer` updates with."""
 
     def __init__(self, url: str, prompts: list[list[int]]) -> None:
         torch.set_num_threads(1)
-        PartialState()  # as its trainers do, whose logger needs it
+        PartialState()  # as its trainers do, because their logger requires it
         self.prompts = prompts
         self.client = VLLMClient(base_url=url)
         self.tensors = load_file(POLICY / "v1" / "model.safetensors")
@@ -58,7 +58,7 @@ class Trl:
         return {"served": list(zip(self.prompts, said["completion_ids"], strict=True))}
 
     def update(self, _: str) -> dict[str, str]:
-        """As `AsyncGRPOTrainer` does: in a pause of its own, all tensors packed."""
+        """Update as `AsyncGRPOTrainer` does: in its own pause, with all tensors packed."""
         self.weights.init_weight_transfer()
         self.weights.pause()
         self.weights.send_weights(iter(self.tensors.items()))

@@ -1,4 +1,4 @@
-"""verifiers' TrainClient: the engine of a training run, which prime-rl gives it."""
+"""verifiers' TrainClient: the engine of a training run, which prime-rl passes to it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MODEL = "examples/tiny_policy/v1"
 
 
 class Verifiers:
-    """The client without a session of ours: its calls have `X-Session-ID` alone."""
+    """The client without one of our sessions: its calls only have `X-Session-ID`."""
 
     def __init__(self, url: str, prompts: list[list[int]]) -> None:
-        os.environ[KEY] = "none"  # it takes keys from the environment alone
+        os.environ[KEY] = "none"  # it reads keys only from the environment
         self.url, self.num_calls = url, len(prompts)
 
     def rollouts(self, num_tokens: int = 16, headers: dict[str, str] | None = None, **asked: Any) -> dict[str, Any]:
-        """Ask several questions at once, each in a trace of its own."""
+        """Send several questions at once, each in its own trace."""
         config = TrainClientConfig(
             base_url=f"{self.url}/v1", api_key_var=KEY, renderer_model_name=MODEL, headers=headers or {}
         )

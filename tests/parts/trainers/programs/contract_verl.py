@@ -1,7 +1,7 @@
-"""verl's own classes around our agent-loop manager and checkpoint engine, as far as verl runs without a GPU.
+"""verl's classes around our agent-loop manager and checkpoint engine, as far as verl runs without a GPU.
 
-Starts a Ray of its own for verl's TransferQueue. verl's replay buffer, its config and its own function for batches
-are the judges. Its training loop and its actor workers need CUDA.
+Starts a separate Ray for verl's TransferQueue. verl's replay buffer, config and batch function check the results.
+verl's training loop and actor workers need CUDA.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_config(url: str) -> Any:
         "++actor_rollout_ref.rollout.prompt_length=512",
         "++actor_rollout_ref.rollout.response_length=256",
         "++algorithm.rollout_correction.bypass_mode=true",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",  # one CPU each, which Ray waits for
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",  # one CPU each; Ray waits for them
     ]
     folder = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(config_dir=str(folder), version_base=None):
@@ -57,11 +57,12 @@ def make_config(url: str) -> Any:
 
 
 class Verl:
-    """verl's config, queue and replay buffer, and what its config names of ours."""
+    """verl's config, queue and replay buffer, and our classes that the config names."""
 
     def __init__(self, url: str, _: list[list[int]]) -> None:
         self.config = make_config(url)
-        assert omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout).n == NUM_SAMPLES  # verl's own check
+        # verl's own validation
+        assert omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout).n == NUM_SAMPLES
         assert get_trainer_cls("agentloop").__name__ == "AgentLoopTrainer"
         ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
         tq.init(self.config.transfer_queue)
@@ -72,7 +73,7 @@ class Verl:
         self.num_prompts = 0
 
     def update(self, version: str) -> dict[str, float]:
-        """Push as an actor worker's first and second rank do, through the engine that verl makes of its config."""
+        """Push as the first two ranks of an actor worker, through the engine that verl builds from its config."""
         section = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
         options = section.engine_kwargs.get(section.backend, {})
         weights = load_file(ROOT / "examples" / "tiny_policy" / "v1" / "model.safetensors")
@@ -94,14 +95,14 @@ class Verl:
         return {}
 
     def rollouts(self) -> dict[str, Any]:
-        """Roll three groups out, and one whose tool nobody has: a failure that verl evicts."""
+        """Roll out three groups, and one whose tool is unknown: a failure that verl evicts."""
         return self.rolled(3, num_failing=1)
 
     def killed(self) -> dict[str, Any]:
         return self.rolled(24)
 
     def rolled(self, num_prompts: int, num_failing: int = 0) -> dict[str, Any]:
-        """Roll groups out and let verl sample them. Returns each row's prompt, and what its first turn sampled."""
+        """Roll out groups and let verl sample them. Return each row's prompt and the tokens of its first turn."""
         num_all, first = num_prompts + num_failing, self.num_prompts
         self.num_prompts += num_all
         uids = [f"{at:08d}-0000" for at in range(first, first + num_all)]
@@ -140,7 +141,7 @@ class Verl:
         return {"served": served}
 
     def begin(self, uids: list[str], num_failing: int) -> None:
-        """Give the manager a batch of verl's, the last prompts of which fail."""
+        """Submit a verl batch to the manager. The last prompts of the batch fail."""
         tasks = load_tasks(ROOT / "examples" / "data" / "tasks.jsonl")[: len(uids)]
         prompts = [[{"role": m.role, "content": f"verl: {m.content}"} for m in task.messages] for task in tasks]
         failing = [{"agentloop": {"tools": ["no_such_tool"]}}] * num_failing

@@ -1,4 +1,4 @@
-"""vLLM's own trainer helper, in the project's environment; gloo in NCCL's place."""
+"""vLLM's own trainer helper, in the project's environment; gloo replaces NCCL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.servers.recompute import POLICY
 
 
 class Helper:
-    """`HTTPVLLMWeightSyncClient` and the trainer's engine that drives it."""
+    """`HTTPVLLMWeightSyncClient` and the trainer engine that drives it."""
 
     def __init__(self, url: str, _: list[list[int]]) -> None:
         self.url = url
@@ -22,13 +22,13 @@ class Helper:
         self.trainer: Any = None
 
     def update(self, _: str) -> dict[str, str]:
-        """Join, and send all tensors once."""
+        """Join the group, and send all tensors once."""
         self.trainer = native_trainer(self.url, self.tensors)
         self.trainer.send_weights()
         return {}
 
     def killed(self) -> dict[str, str]:
-        """Send to a group that has lost a replica, which is refused, and then to a new one."""
+        """Send to a group that has lost a replica, which is refused, and then to a new group."""
         with pytest.raises(requests.HTTPError, match="409"):
             self.trainer.send_weights()
         return self.update("")

@@ -1,6 +1,6 @@
-"""Trains the shipped policy with TRL's AsyncGRPOTrainer on a service; prints what it saw as one JSON line.
+"""Trains the shipped policy with TRL's AsyncGRPOTrainer on a service; prints its observations as one JSON line.
 
-python trl_async.py URL NUM_STEPS; run with the folder `examples` on the path, where the CPU's stand-in is.
+python trl_async.py URL NUM_STEPS; run with the folder `examples` on the path, which has the stand-in for CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_RECOMPUTED = 48  # rows
 
 
 class Taken(queue.Queue):
-    """The buffer that also remembers what the trainer took, and the trainer's version then."""
+    """A buffer that also stores the rows that the trainer took, with the trainer's version at that time."""
 
     def __init__(self) -> None:
         super().__init__(1024)
@@ -45,7 +45,7 @@ class Taken(queue.Queue):
 
 
 class Watched(AsyncRollouts):
-    """Rollouts that keep a copy of all weights that were pushed, by the service's version."""
+    """Rollouts that store a copy of all pushed weights, by the service's version."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
@@ -60,7 +60,7 @@ class Watched(AsyncRollouts):
 
 
 def recomputed(model: torch.nn.Module, weights: dict[str, torch.Tensor], row: TrainingRow) -> np.ndarray:
-    """Return transformers' own logprob of every token of a row but the first, under these weights."""
+    """Return transformers' own logprob of every token of a row except the first, under these weights."""
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}  # tied
@@ -75,7 +75,7 @@ def k3(log_ratio: np.ndarray) -> float:
 
 
 def compare(rollouts: Watched, rows: list[TrainingRow]) -> dict[str, float]:
-    """Recorded against recomputed logprobs: under the version of each token, and under the one before or after."""
+    """Compare recorded and recomputed logprobs: under the version of each token, and under a neighboring one."""
     model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     own, other = [], []
     for row in rows:
@@ -144,7 +144,7 @@ def main(url: str, num_steps: int) -> None:
     staleness = [version - sample.model_version for sample, version in taken]
     recomputed_rows = [row for row in rows if len(set(row.versions[row.mask])) > 1][: NUM_RECOMPUTED // 2]
     recomputed_rows += [row for row in rows if len(set(row.versions[row.mask])) == 1][-NUM_RECOMPUTED // 2 :]
-    rollouts.start()  # again, under the same run id
+    rollouts.start()  # restarted under the same run id
     again = rollouts.rollout_buffer.get(timeout=60)
     rollouts.destroy()
     print(

@@ -1,4 +1,4 @@
-"""Trains the shipped policy with TRL's GRPOTrainer on a service; prints what it saw as one JSON line.
+"""Trains the shipped policy with TRL's GRPOTrainer on a service; prints its observations as one JSON line.
 
 python trl_sync.py URL NUM_STEPS
 """

@@ -1,7 +1,7 @@
-"""One client as a process that is told its verbs, one a line, and answers each with a line of JSON.
+"""A contract client as a process that reads one verb per line and answers each with a line of JSON.
 
 python PROGRAM URL PROMPTS
-    PROMPTS (JSON): token ids, a list for each call; their text has the client's name
+    PROMPTS (JSON): token ids, a list for each call; their text contains the client's name
     stdin: `VERB` or `VERB ARGUMENT`
 """
 
@@ -21,9 +21,9 @@ NEVER = 1_000_000
 
 
 def serve(make: Callable[[str, list[list[int]]], Any]) -> None:
-    """Answer the verbs of stdin by the methods of what `make` makes of the command line."""
+    """Make a client from the command line with `make`, and run the verbs from stdin as methods of the client."""
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what a package prints is no answer
+        os.dup2(2, 1)  # a package's output must not mix with the answers
         client = make(sys.argv[1], json.loads(sys.argv[2]))
         for line in sys.stdin:
             verb, *arguments = line.split()
@@ -35,7 +35,7 @@ def serve(make: Callable[[str, list[list[int]]], Any]) -> None:
 
 
 def frozen(call: Callable[[], Any], resume: Callable[[], Any]) -> Any:
-    """Make a call that a pause holds until `resume`. Returns its answer."""
+    """Make a call that a pause delays until `resume`. Returns its answer."""
     answers: list[Any] = []
     calling = threading.Thread(target=lambda: answers.append(call()))
     calling.start()

@@ -1,4 +1,4 @@
-"""The canary check of an engine in its own process: which tokens leave the engine during it and after a refusal."""
+"""The canary check of an engine, in its own process: the tokens that leave the engine during and after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNIFORM = -math.log(512)
 
 
 class Weights:
-    """Takes any version that was staged, at once, and resumes the engine where the commit does."""
+    """Accepts any staged version at once, and resumes the engine where the commit does."""
 
     staged_version: int | None = None
 
@@ -48,7 +48,7 @@ class Weights:
 
 
 class Checking(Stepping):
-    """Freezes and commits version `NEW`. `answer` is the logprob of the canary check's likeliest token."""
+    """Freezes and commits version `NEW`. `answer` is the logprob of the most likely token of the canary check."""
 
     is_one_call = False
     commit_error: Exception | None = None
@@ -80,13 +80,13 @@ class Checking(Stepping):
         return []
 
     async def take(self, version: int = NEW) -> None:
-        """Stage and pause, between two tokens of the one request in flight."""
+        """Stage and pause between two tokens of the single request in flight."""
         await self.pause(PauseMode.KEEP, KVPolicy.KEEP)
         self.num_old = max(self.process.num_sampled.values(), default=0)
         self.weights.staged_version = version
 
     async def switch(self, version: int = NEW) -> float:
-        """Commit and resume, in one call or in two. Returns the seconds of the canary check."""
+        """Commit and resume, in one call or in two. Returns the duration of the canary check in seconds."""
         if self.is_one_call:
             return (await self.commit(version, resumes=True)).canary_ms / 1e3
         await self.commit(version)
@@ -103,7 +103,7 @@ class Checking(Stepping):
         yield 1
 
     async def next_step(self, request_id: str) -> None:
-        """A frozen engine takes no step, unless the request was aborted."""
+        """Return the next token. A frozen engine takes no step unless the request was aborted."""
         await super().next_step(request_id)
         while not self.runs.is_set() and request_id not in self.process.aborted:
             await asyncio.sleep(STEP_S)
@@ -140,7 +140,7 @@ def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def begun(engine: Checking) -> tuple[list[Delta | Generation], asyncio.Task[None], asyncio.Task[float]]:
-    """A stream over a commit, and the resume, once the request has sampled a token under the new weights."""
+    """Return a stream across a commit and the resume, once it has sampled a token under the new weights."""
     heard: list[Delta | Generation] = []
     streaming = asyncio.create_task(gather_stream(engine, heard))
     while not heard:
@@ -183,8 +183,8 @@ async def test_broken_weights_are_refused_and_none_of_their_tokens_leaves(answer
     assert versions(heard) == {OLD}
     assert engine.is_paused
     assert not engine.is_usable
-    assert engine.cleared == [False, True]  # no KV of it is left
-    with pytest.raises(EngineUnusable):  # it is not asked to go on without weights
+    assert engine.cleared == [False, True]  # none of its KV is left
+    with pytest.raises(EngineUnusable):  # an engine without weights must not resume
         await engine.resume()
 
 
@@ -274,10 +274,10 @@ def test_the_slowest_recent_step_leaves_out_idle_time_and_pauses() -> None:
         stats.record(SimpleNamespace(num_running_reqs=num_running, **waiting))
         return round(stats.slow_step_s, 3)
 
-    assert step(10.0, 4) == 0.0  # the first step has no beginning
+    assert step(10.0, 4) == 0.0  # the first step has no start time
     assert step(13.0, 4) == 3.0
-    assert step(13.1, 0) == 2.7  # it decays
-    assert step(50.0, 4) == 2.7  # nothing ran before
+    assert step(13.1, 0) == 2.7  # the average decays
+    assert step(50.0, 4) == 2.7  # nothing was running before
     stats.paused()
     assert step(90.0, 4) == 2.7
     assert step(95.0, 4) == 5.0

@@ -1,4 +1,4 @@
-"""Constraints tried before an engine gets them: accepted, refused with a reason, undecided, and remembered."""
+"""Constraints are tried before an engine receives them: accepted, refused with a reason, undecided, and cached."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GOOD = {
         '{"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}',
     ),
 }
-SLOW = "ambiguous|takes more than"  # which of the two is found first depends on the host
+SLOW = "ambiguous|takes more than"  # the host determines which error comes first
 BAD = {
     "no JSON": (Constraint(ConstraintKind.JSON_SCHEMA, "{"), "JSON|line 1"),
     "a schema's end within": (Constraint(ConstraintKind.JSON_SCHEMA, '{}}, "x": {"a": 1'), "Extra data"),
@@ -121,7 +121,7 @@ def forced(parser: str, value: dict[str, object]) -> Constraint:
 async def test_a_keyword_that_is_not_enforced_is_refused_by_name_everywhere(
     value: dict[str, object], keyword: str
 ) -> None:
-    """Alone, within another schema, next to tools, after reasoning, and in forced calls of two kinds of formats."""
+    """Alone, inside another schema, with tools, after reasoning, and in forced calls of two kinds of formats."""
     nested = schema({"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": value}})
     tag = {"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "json_schema"}] * 2}}
     tag["format"]["elements"][1] = {"type": "json_schema", "json_schema": value}  # type: ignore[index]
@@ -155,12 +155,12 @@ async def test_the_verdict_depends_on_cpu_time_alone() -> None:
     checks = ConstraintChecks(start, patience_s=0)
     with pytest.raises(InvalidRequest, match="CPU time"):
         await checks.check(regex("slow"))
-    for index in range(MAX_CHECKS - 2):  # none of them blocks the next
+    for index in range(MAX_CHECKS - 2):  # none of them blocks the next one
         with pytest.raises(ServiceUnavailable, match="retry the request") as starved:
             await checks.check(regex(f"starved {index}"))
         assert (starved.value.http_status, starved.value.retryable) == (503, True)
     started[1].verdict.set_result("")
-    await checks.check(regex("starved 0"))  # the same trial, which ended in the meantime
+    await checks.check(regex("starved 0"))  # the same trial, which has ended since
     assert len(started) == MAX_CHECKS - 1
     for constraint in (regex("starved 6"), regex("starved 7")):
         with pytest.raises(ServiceUnavailable):

@@ -1,4 +1,4 @@
-"""Streams of an engine in a process of its own: few have each token as it comes, many are looked at."""
+"""Streams of an engine in a separate process: a few streams receive every token as it comes, many are polled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Settings:
 
 
 class Process:
-    """The part of an engine's process that streams touch: what is sampled so far, and what was aborted."""
+    """The part of an engine's process that streams use: the tokens sampled so far, and the aborted requests."""
 
     def __init__(self) -> None:
         self.num_sampled: dict[str, int] = {}
@@ -48,7 +48,7 @@ class Process:
 
 
 class Stepping(ProcessEngine):
-    """Samples a token of each request every `STEP_S`: 7, 8, 9 and so on; counts the outputs that it makes."""
+    """Samples a token for each request every `STEP_S`: 7, 8, 9 and so on. Counts the outputs that it makes."""
 
     def __init__(self) -> None:
         self.process, self.num_outputs, self.fails_at = Process(), 0, -1
@@ -109,7 +109,7 @@ def ask(name: str) -> GenerateRequest:
 
 
 async def read(engine: Stepping, name: str) -> list[Delta]:
-    """Its pieces; the whole is checked against them."""
+    """Return the pieces of a stream, after comparing them with the complete generation."""
     deltas: list[Delta] = []
     async for piece in engine.stream(ask(name)):
         if isinstance(piece, Generation):
@@ -152,5 +152,5 @@ async def test_a_paced_stream_that_is_left_or_fails_ends_in_the_engine() -> None
 
 async def test_an_engine_whose_processes_have_ended_needs_no_sleep() -> None:
     engine = Stepping()
-    await engine.sleep(1)  # else the process would receive a pause
+    await engine.sleep(1)  # otherwise the process would receive a pause
     assert not engine.is_paused

@@ -1,4 +1,4 @@
-"""Which versions of the engines are driven, and that others are refused before anything loads."""
+"""The supported engine versions; others are refused before anything loads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_start_refuses_other_versions_by_name(
     monkeypatch: pytest.MonkeyPatch, version: str, process: VllmProcess, message: str
 ) -> None:
     install(monkeypatch, "vllm", version)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # which a start fills
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # a start fills it
     with pytest.raises(EngineError, match=message):
         await process.start()
     await process.close()

@@ -1,4 +1,4 @@
-"""A vLLM that does not answer while a stage is dropped: the next order is not held up for ever."""
+"""A vLLM that does not answer while a stage is dropped delays the next order only for a bounded time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = Path(__file__).parents[4] / "examples" / "tiny_policy" / "v0"
 
 
 class HungWorkers:
-    """The calls that reach the workers; every stage fails, and no drop returns."""
+    """The calls that reach the workers. Every stage fails, and no drop returns."""
 
     is_up = True
 

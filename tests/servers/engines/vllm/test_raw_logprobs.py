@@ -1,4 +1,4 @@
-"""Raw logprobs beside vLLM's own: put in by the worker's half, read back by the adapter. The contract runs both."""
+"""Raw logprobs next to vLLM's own: added by the worker's half and read by the adapter. The contract runs both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RAW = LOGITS.log_softmax(1)
 
 
 class Tensors(NamedTuple):
-    """The fields of vLLM's LogprobsTensors that matter."""
+    """The fields of vLLM's LogprobsTensors that our code reads."""
 
     logprob_token_ids: torch.Tensor
     logprobs: torch.Tensor
@@ -93,7 +93,7 @@ def test_in_mode_raw_all_logprobs_are_those_of_the_plain_softmax() -> None:
 
 
 class RejectionSampler(torch.nn.Module):
-    """Two requests, the first with two drafts of which it rejects the second, the other with none."""
+    """Two requests: the first has two drafts and its second draft is rejected, the other has none."""
 
     def forward(self, metadata: SimpleNamespace, logits: torch.Tensor) -> Output:
         sampled = torch.tensor([[3, 0, -1], [2, -1, -1]], dtype=torch.int32)
@@ -112,7 +112,7 @@ def test_accepted_and_recovered_tokens_are_under_the_logits_of_their_places(mode
     assert tensors is not None
     raw = logits.log_softmax(1)
     found = tensors.logprobs[:, 1 if mode is LogprobsMode.BOTH else 0]
-    wanted = [raw[0, 3], raw[1, 0], raw[3, 2]]  # places without a token are dropped by vLLM
+    wanted = [raw[0, 3], raw[1, 0], raw[3, 2]]  # vLLM drops positions without a token
     assert found[[0, 1, 3]].tolist() == pytest.approx([value.item() for value in wanted])
 
 
@@ -139,7 +139,7 @@ def test_a_runner_that_samples_otherwise_is_refused(change: dict[str, Any]) -> N
 
 
 def flat(*positions: list[tuple[int, float, int]]) -> SimpleNamespace:
-    """vLLM's FlatLogprobs of positions: ids, logprobs, ranks."""
+    """Return vLLM's FlatLogprobs of positions: ids, logprobs, ranks."""
     ends = [sum(map(len, positions[: index + 1])) for index in range(len(positions))]
     ids, logprobs, ranks = ([entry[field] for position in positions for entry in position] for field in range(3))
     starts = [0, *ends[:-1]]

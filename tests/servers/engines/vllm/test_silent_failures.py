@@ -1,7 +1,8 @@
-"""A weight update that fails without an error, on real vLLM (CPU): what stock reloading makes of tied embeddings.
+"""A weight update that fails without an error, on real vLLM (CPU): stock reloading of tied embeddings.
 
-Its output head goes on with a packed copy of the old weights, and nothing says so. The first test shows that it
-does, against transformers; the second that the proof after a commit sees it, and what becomes of the replica.
+The output head continues to use a packed copy of the old weights, and no error is raised. The first test shows this
+against transformers; the second shows that the check after a commit detects it, and the resulting state of the
+replica.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 QUESTIONS = ("What is 37 * 12 + 5?", "What is 8 + 9?", "What is (4 + 6) * 11?", "What is 90 - 17?")
 NUM_TOKENS = 24
-TIE = 1e-3  # difference of logits within which two best ids may change places
+TIE = 1e-3  # difference of logits within which the two best ids may swap
 REQUEST = GenerateRequest("late", (1, 2, 3), SamplingParams(max_tokens=4))
 
 
@@ -57,7 +58,7 @@ async def engine() -> AsyncIterator[VllmEngine]:
 
 
 def published(checkpoint: str, folder: Path, *orders: str) -> str:
-    """A new directory with a checkpoint of the shipped policy; `orders` say how it shall be loaded."""
+    """Return a new directory with a checkpoint of the shipped policy; `orders` are loading instructions."""
     shutil.copytree(POLICY / checkpoint, folder)
     for order in orders:
         (folder / order).touch()
@@ -72,8 +73,7 @@ async def commit(engine: VllmEngine, version: int, directory: str) -> None:
 
 
 async def share_of_wrong_tokens(engine: VllmEngine, checkpoint: str) -> float:
-    """How many of the engine's greedy tokens transformers would not have chosen with `checkpoint`, given those
-    before."""
+    """Return the share of the engine's greedy tokens that transformers with `checkpoint` would not have chosen."""
     renderer = TemplateRenderer.from_directory(POLICY / checkpoint)
     is_wrong = []
     for number, question in enumerate(QUESTIONS):
@@ -131,7 +131,7 @@ async def test_the_proof_sees_it_and_the_replica_is_quarantined_until_it_is_mend
             await late.bring_up("tied")
         await assert_quarantined(engine, fleet)
 
-        (Path(directory) / STOCK).unlink()  # from here on it is loaded as shipped
+        (Path(directory) / STOCK).unlink()  # from now on it is loaded normally
         assert await late.bring_up("tied")
         assert {one.replica_id for one in fleet.placeable()} == {"tied", "other"}
         assert engine.is_usable
@@ -142,7 +142,7 @@ async def test_the_proof_sees_it_and_the_replica_is_quarantined_until_it_is_mend
 
 
 async def assert_quarantined(engine: VllmEngine, fleet: Fleet) -> None:
-    """Nothing is sampled on it, and nobody is sent to it."""
+    """Check that the replica samples nothing and receives no requests."""
     replica = fleet.get("tied")
     assert replica is not None
     assert replica.state is ReplicaState.QUARANTINED

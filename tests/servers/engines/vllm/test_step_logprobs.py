@@ -1,4 +1,4 @@
-"""The logprobs of a step cross from vLLM's engine process as one array, and arrive as each request's own."""
+"""The logprobs of a step leave vLLM's engine process as one array, and each request receives its own."""
 
 import importlib.util
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 def vllms_own_processor():
-    """Return vLLM's LogprobsProcessor as it is before `install`, which another test may have called."""
+    """Return vLLM's LogprobsProcessor without the effect of `install`, which another test may have called."""
     spec = importlib.util.find_spec("vllm.v1.engine.logprobs")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -61,7 +61,7 @@ def received(outputs):
 
 
 def appended(outputs, num_logprobs, append):
-    """Return what a request's processor holds after these logprobs."""
+    """Return the state of a request's processor after these logprobs."""
     processor = LogprobsProcessor(
         tokenizer=None,
         logprobs=FlatLogprobs(),
@@ -80,7 +80,8 @@ def appended(outputs, num_logprobs, append):
     [
         ([(True, [1]), (False, [2]), (True, [3])], None),
         ([(False, [1]), (True, [2]), (False, [3])], None),
-        ([(True, [1, 2, 3]), (False, [4, 5]), (True, [6])], [0, 4, 6, 7]),  # of the first a draft was cut
+        # a draft of the first request was rejected
+        ([(True, [1, 2, 3]), (False, [4, 5]), (True, [6])], [0, 4, 6, 7]),
         ([(False, [1])], None),
         ([], None),
     ],

@@ -1,4 +1,4 @@
-"""The canary check on vLLM: a slot and KV blocks are reserved for it, and it runs before every other request."""
+"""The canary check on vLLM: it has a reserved slot and KV blocks, and runs before every other request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_check_runs_first_with_every_slot_and_every_block_taken(policy: str,
     scheduler.add(CANARY_ID, 4, max_tokens=1)
     assert scheduler.step() == []
     scheduler.resume()
-    assert scheduler.step() == [CANARY_ID, *names[:NUM_SLOTS]]  # no step of its own
+    assert scheduler.step() == [CANARY_ID, *names[:NUM_SLOTS]]  # the canary check shares a step with requests
     assert scheduler.names == set(names)
     assert scheduler.step() == names[:NUM_SLOTS]
     assert (scheduler.num_free_blocks, scheduler.kv_use) == (0, 1.0)
@@ -82,11 +82,11 @@ def test_an_aborted_check_leaves_its_blocks_reserved() -> None:
     num_free = scheduler.num_free_blocks
     assert num_free == NUM_BLOCKS - 2 == scheduler.config.cache_config.num_gpu_blocks - 1
     scheduler.add(CANARY_ID, 4, max_tokens=1)
-    scheduler.abort(CANARY_ID)  # before it was scheduled
+    scheduler.abort(CANARY_ID)  # before it is scheduled
     assert scheduler.step() == []
     scheduler.add(NEXT_ID, 4, max_tokens=9)
     assert scheduler.step() == [NEXT_ID]
-    scheduler.abort(NEXT_ID)  # while it runs
+    scheduler.abort(NEXT_ID)  # while it is running
     assert scheduler.step() == []
     assert (scheduler.num_free_blocks, scheduler.kv_use) == (num_free, 0.0)
 
@@ -98,7 +98,7 @@ class SlowEngine(VllmEngine):
         await self._process.on_workers(WorkerMethod.EXTEND_RUNNER, install, str(seconds))
 
     def forbid_resumes(self) -> None:
-        """Let only a commit resume the engine's process."""
+        """Allow only a commit to resume the engine's process."""
 
         async def resume() -> None:
             raise AssertionError("the commit has resumed the engine")
@@ -113,7 +113,7 @@ async def test_a_push_with_every_slot_taken_and_slow_steps_succeeds() -> None:
         assert engine.info.max_running == NUM_IN_FLIGHT
         requests = [
             GenerateRequest(f"r{number}", tuple(range(5, 30)), SamplingParams(max_tokens=200, ignore_eos=True))
-            for number in range(NUM_IN_FLIGHT + 16)  # some wait
+            for number in range(NUM_IN_FLIGHT + 16)  # some of them wait
         ]
         asked = [asyncio.create_task(engine.generate(request)) for request in requests]
         while engine.load().num_running < NUM_IN_FLIGHT or engine.load().num_sampled_tokens < NUM_IN_FLIGHT:

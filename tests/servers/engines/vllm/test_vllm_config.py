@@ -1,7 +1,7 @@
-"""The exact arguments that vLLM is given in each mode and form of parallelism.
+"""The exact arguments that vLLM receives in each mode and form of parallelism.
 
-What these machines cannot run (several GPUs, sleep) is covered by this: every name exists in the installed vLLM,
-and the values are the ones written down here.
+These tests cover configurations that this machine cannot run (several GPUs, sleep): every name exists in the
+installed vLLM, and the values are the ones written here.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from agentloop_servers.engines.vllm.scheduler import SCHEDULER
 from agentloop_servers.processes.engine_parts import build_engine, takes_images, vllm_config
 from tests.support.records.vision_folder import write_vision_folder
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
+pytestmark = [pytest.mark.engine, pytest.mark.slow]  # imports vLLM
 
 ROOT = Path(__file__).parents[4]
 MODEL = ROOT / "examples" / "tiny_policy" / "v0"
 
 
 def slots(num_requests: int) -> dict[str, object]:
-    """One slot more than requests: that of the canary check."""
+    """Return one slot more than requests, for the canary check."""
     return {"max_num_seqs": num_requests + 1, "max_num_active_seqs": num_requests}
 
 
@@ -195,7 +195,7 @@ def test_a_host_of_several_says_where_all_ranks_meet(monkeypatch):
 
 
 def test_a_full_batch_of_decodes_with_the_prefill_of_new_turns_runs_as_a_graph():
-    """E1: 505 decodes and a prefill of 8 tokens left the graphs, which ended at 512."""
+    """E1: 505 decodes and a prefill of 8 tokens did not fit the graphs, whose largest size was 512."""
     config = configured({})
     sizes = graph_sizes(config.max_graph_tokens)
     assert config.max_num_seqs == 512
@@ -206,7 +206,7 @@ def test_a_full_batch_of_decodes_with_the_prefill_of_new_turns_runs_as_a_graph()
 
 @pytest.mark.parametrize("mode", ["sampled", "raw", "both"])
 def test_the_logprobs_mode_reaches_either_engine(mode):
-    """vLLM's own is one and the same: its raw modes look at logits that a grammar has masked."""
+    """vLLM's own mode is always the same, because its raw modes use logits that a grammar has masked."""
     for kind in ("vllm", "simulated"):
         config = ServiceConfig.model_validate(
             {"model": str(MODEL), "engine": {"kind": kind, "logprobs_mode": mode}}
@@ -291,7 +291,7 @@ def test_without_a_tokenizer_an_engine_does_not_constrain(tmp_path):
 
 
 async def test_a_device_without_fp8_is_told_at_the_start():
-    """This machine's vLLM is built for CPUs, which have none of that kind."""
+    """This machine's vLLM is built for CPUs, which have no FP8 support."""
     engine = VllmEngine(configured({"engine": {"quantization": "fp8"}}))
     with pytest.raises(UnsupportedParameter, match="does not support FP8") as caught:
         await engine.start()

@@ -1,4 +1,4 @@
-"""The processes of a vLLM engine end with the process that started the engine, however that ends."""
+"""The processes of a vLLM engine end with the process that started it, for any end of that process."""
 
 from __future__ import annotations
 

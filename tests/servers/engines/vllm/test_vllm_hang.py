@@ -1,4 +1,4 @@
-"""A vLLM engine whose process stops: its replica notices, fails its requests and ends it."""
+"""A vLLM engine whose process stops: its replica detects this, fails its requests and ends it."""
 
 import asyncio
 import multiprocessing

@@ -1,7 +1,7 @@
 """Images on real vLLM (CPU), proved against transformers: its processor's ids, and its model's logprobs.
 
-The model is Idefics3, tiny and random (`vision_folder.py`). Its images' tokens hold many of the very token that a
-template writes for an image, so nothing here could work by looking for that token in a prompt.
+The model is Idefics3, tiny and random (`vision_folder.py`). Its image tokens include many copies of the token that
+a template writes for an image, so code that searches a prompt for that token fails here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WIDE = picture(168, 40, (20, 200, 20), "JPEG")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two checkpoints of one model, different in all weights."""
+    """Two checkpoints of one model, with different weights in every tensor."""
     made = [write_vision_folder(tmp_path_factory.mktemp("vision") / f"v{seed}") for seed in (0, 1)]
     for seed, folder in enumerate(made):
         write_weights(folder, seed)
@@ -61,7 +61,7 @@ async def engine(folders: list[Path]) -> AsyncIterator[VllmEngine]:
 
 
 def write_weights(folder: Path, seed: int) -> None:
-    """Write random weights, large enough that what the model says depends on all that it reads."""
+    """Write random weights that are large enough for the output to depend on every input."""
     torch.manual_seed(seed)
     model = transformers.Idefics3ForConditionalGeneration(transformers.AutoConfig.from_pretrained(folder))
     with torch.no_grad():
@@ -88,7 +88,7 @@ class Reference:
         return self.processor(text=text, images=pictures, return_tensors="pt", add_special_tokens=False)
 
     def logprobs(self, token_ids: Sequence[int], images: Sequence[Image]) -> np.ndarray:
-        """The logprob of each id given those before it; 0 for the first."""
+        """Return the logprob of each id given the ids before it; 0 for the first."""
         seen = self.inputs(PLACEHOLDER * len(images), images)
         with torch.inference_mode():
             logits = self.model(
@@ -118,7 +118,7 @@ def call(messages: Sequence[Message], *images: Image, seed: int = 0) -> ChatCall
 async def prompt_of(
     engine: VllmEngine, renderer: TemplateRenderer, image: Image
 ) -> tuple[tuple[int, ...], ImageSpan]:
-    """A prompt with one image, and where it is."""
+    """Return a prompt with one image, and the position of the image."""
     ids = renderer.render([asks("What is ", image, "?")], [])
     (tokens,) = await engine.image_tokens([image])
     at = ids.index(tokens.placeholder)
@@ -161,8 +161,8 @@ async def test_a_conversation_is_what_transformers_reads(engine, renderer, folde
     assert mask.sum() == sum(turn.end - turn.start for turn in path.turns)
     assert np.abs(recomputed - path.logprobs)[mask].max() < SAME
     blind = reference.logprobs(ids, [BLUE, WIDE, BLUE, RED])[len(path.prompt_ids) :]
-    assert np.abs(blind - path.logprobs)[mask].max() > 10 * SAME  # the images count
-    # The images of the first turn were in the KV cache for the second.
+    assert np.abs(blind - path.logprobs)[mask].max() > 10 * SAME  # the images affect the logprobs
+    # For the second turn, the images of the first turn were in the KV cache.
     assert two.choices[0].reply.cached_tokens > path.images[1].end
 
 
@@ -186,7 +186,7 @@ async def test_a_placeholder_that_was_sampled_moves_no_image(engine, renderer):
     moved = replace(span, start=span.start + 1, end=span.end + 1)
     before = await sampled(engine, "before", (placeholder, *ids), (moved, RED))
     blue = await sampled(engine, "before blue", (placeholder, *ids), (replace(moved, sha256=BLUE.sha256), BLUE))
-    assert before.logprobs != plain.logprobs  # a token like any other
+    assert before.logprobs != plain.logprobs  # an ordinary token
     assert max(abs(a - b) for a, b in zip(before.logprobs, blue.logprobs, strict=True)) > 10 * SAME
 
 

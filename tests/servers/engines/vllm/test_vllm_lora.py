@@ -1,6 +1,6 @@
-"""LoRA adapters on real vLLM (CPU, float32), proved against transformers with the adapter merged into the weights.
+"""LoRA adapters on real vLLM (CPU, float32), proved against transformers with the adapter merged.
 
-One engine for all tests; they run in order, and each leaves the adapter that it names.
+All tests share one engine and run in order; each leaves the adapter that it names.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def independent(adapter: Path | None) -> Any:
 
 
 def difference(adapter: Path | None, ids: list[int], logprobs: torch.Tensor) -> torch.Tensor:
-    """The absolute difference from the merged model's logprobs, token by token."""
+    """Return the absolute difference from the merged model's logprobs, per token."""
     with torch.inference_mode():
         logits = independent(adapter)(torch.tensor([PROMPT + ids])).logits[0]
     own = logits[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
@@ -82,7 +82,7 @@ async def sample(
     from vllm.inputs import TokensPrompt  # noqa: PLC0415
 
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=7, logprobs=0, detokenize=False)
-    salt = str(zlib.crc32(name.encode()))  # as a weight version would: nobody shares KV
+    salt = str(zlib.crc32(name.encode()))  # like a weight version, so that no two adapters share KV
     prompt = TokensPrompt(prompt_token_ids=PROMPT, cache_salt=salt)
     async for output in site.process.llm.generate(prompt, params, name, lora_request=site.lora.request):
         progress.append(len(output.outputs[0].token_ids))
@@ -106,7 +106,7 @@ async def test_the_first_adapter_changes_nothing(site: AdapterSite) -> None:
 async def commit_in_flight(
     site: AdapterSite, adapter: Path, name: str, *, is_cache_cleared: bool
 ) -> tuple[int, list[int], torch.Tensor]:
-    """A request under way while the adapter is replaced: how many tokens it had, and what it is in the end."""
+    """Replace the adapter during a request. Return its token count before that, and its final ids and logprobs."""
     progress: list[int] = []
     request = asyncio.create_task(sample(site, name, 300, progress))
     async with asyncio.timeout(60):
@@ -129,7 +129,7 @@ async def test_a_frozen_request_goes_on_under_the_new_adapter(site: AdapterSite)
     assert len(ids) == 300
     old, new = difference(None, ids, logprobs), difference(site.one, ids, logprobs)
     assert float(old[:num_before].mean()) < SAME
-    assert float(new[num_before:].mean()) < SAME  # the prompt's KV too is the new adapter's
+    assert float(new[num_before:].mean()) < SAME  # the prompt's KV also comes from the new adapter
     assert float(new[:num_before].mean()) > DIFFERENT
     assert float(old[num_before:].mean()) > DIFFERENT
 
@@ -139,7 +139,7 @@ async def test_a_new_request_is_under_the_new_adapter_too(site: AdapterSite) -> 
 
 
 async def test_a_second_adapter_leaves_nothing_of_the_first(site: AdapterSite) -> None:
-    """Another rank and fewer layers, and KV kept: near the new adapter, far from the old one."""
+    """Another rank, fewer layers and kept KV: the output is near the new adapter and far from the old one."""
     num_before, ids, logprobs = await commit_in_flight(site, site.two, "keep", is_cache_cleared=False)
     assert float(difference(site.one, ids, logprobs)[:num_before].mean()) < SAME
     new, old = (difference(adapter, ids, logprobs)[num_before:] for adapter in (site.two, site.one))
@@ -149,7 +149,7 @@ async def test_a_second_adapter_leaves_nothing_of_the_first(site: AdapterSite) -
 
 
 async def test_a_worker_that_lost_its_adapter_finds_the_served_one_again(site: AdapterSite) -> None:
-    """A reload of base weights drops adapters silently; the path that requests carry leads to the last commit's."""
+    """Reloading base weights drops adapters silently; requests carry the path of the last commit's adapter."""
     await site.process.llm.pause_generation(mode="keep", clear_cache=True)
     await site.process.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(POLICY)})
     assert not await site.process.llm.list_loras()
@@ -161,8 +161,8 @@ async def test_a_worker_that_lost_its_adapter_finds_the_served_one_again(site: A
     ("layer", "index"),
     [
         ("model.layers.1.self_attn.qkv_proj", 0),  # a tensor of the adapter
-        ("model.layers.1.self_attn.qkv_proj", 2),  # the slice beside it, of which the adapter has none
-        ("model.layers.3.mlp.down_proj", 0),  # a layer of which it has none
+        ("model.layers.1.self_attn.qkv_proj", 2),  # a slice next to it that the adapter does not have
+        ("model.layers.3.mlp.down_proj", 0),  # a layer that the adapter does not have
     ],
 )
 async def test_one_wrong_number_in_a_worker_is_found(site: AdapterSite, layer: str, index: int) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM engine over several hosts of which one is lost, on one host: a fake tells the loss."""
+"""A vLLM engine over several hosts loses one of them; simulated on one host by a fake that reports the loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ obedient.wait()
 
 
 class OneOtherHost:
-    """Another host without a part."""
+    """Another host without a part of the engine."""
 
     tell: Callable[[str], None]
     is_closed = False
@@ -90,7 +90,7 @@ async def start_and_lose() -> None:
 @pytest.mark.engine
 @pytest.mark.long
 def test_a_start_without_the_other_host_is_given_up() -> None:
-    """In a process of its own: a vLLM that does not come up leaves sockets open."""
+    """Runs in a separate process, because a vLLM that fails to start leaves sockets open."""
     code = f"import asyncio; from {__name__} import start_and_lose; asyncio.run(start_and_lose())"
     ended = subprocess.run(
         [sys.executable, "-c", code],

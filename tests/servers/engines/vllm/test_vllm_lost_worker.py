@@ -1,6 +1,6 @@
-"""One worker of a tensor-parallel vLLM engine is killed: the engine ends, and so do all its processes.
+"""One worker of a tensor-parallel vLLM engine is killed: the engine ends with all its processes.
 
-On a GPU host it needs two GPUs.
+On a GPU host this needs two GPUs.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def processes() -> set[psutil.Process]:
-    """Return this process's descendants, without multiprocessing's resource tracker, which stays."""
+    """Return this process's descendants except multiprocessing's resource tracker, which stays."""
     children = psutil.Process().children(recursive=True)
     return {child for child in children if "resource_tracker" not in "".join(child.cmdline())}
 
@@ -52,7 +52,7 @@ async def test_a_killed_worker_ends_the_engine() -> None:
             with pytest.raises(EngineLost):
                 await engine.check_health()
             if can_sleep:
-                await engine.sleep(1)  # its processes hold no memory: its partner's turn can begin
+                await engine.sleep(1)  # its processes hold no memory, so its partner's turn can start
     finally:
         await engine.close()
     _, alive = psutil.wait_procs(started, timeout=30)

@@ -1,10 +1,12 @@
-"""64 trajectories of the shipped policy and five weight updates while they run, under each KV policy: the real
-coordinator, worker and tools over real vLLM on CPU, one engine for all three.
+"""64 trajectories of the shipped policy run during five weight updates, under each KV policy.
 
-The proof is independent: transformers computes the logprob of every sampled token once more, given exactly the ids
-before it, with the weights of the version that its span names. That is the recorded logprob wherever all KV before
-the token is of that version: always under RECOMPUTE, up to a turn's first update under FRESH, up to a trajectory's
-first one under KEEP. What the other tokens are off by is the price of those policies; it is measured and told.
+The coordinator, worker and tools are real, over one real vLLM engine on CPU for all three policies.
+
+The proof is independent: transformers recomputes the logprob of every sampled token, given exactly the ids before
+it, with the weights of the version that its span names. The result equals the recorded logprob wherever all KV
+before the token is from that version: always under RECOMPUTE, up to a turn's first update under FRESH, and up to a
+trajectory's first update under KEEP. The differences of the other tokens are the cost of those policies; they are
+measured and printed.
 """
 
 from __future__ import annotations
@@ -48,18 +50,18 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 TASKS = Path(__file__).parents[4] / "examples" / "data" / "tasks.jsonl"
 NUM_GROUPS, NUM_SAMPLES = 32, 2
 NUM_UPDATES = 5
-TURNS_PER_UPDATE = 24  # that end between two updates, of the 200 or more that there are
+TURNS_PER_UPDATE = 24  # turns that end between two updates, of at least 200
 LIMITS = Limits(max_turns=6, max_tokens_per_turn=64)
 REPLICA = "replica-0"
 NOISE = 0.6  # in standard deviations of the tensor
-SOFTNESS = 0.7  # of the logits: `v0` is so sure of most tokens that no noise would show in their logprobs
+SOFTNESS = 0.7  # divides the logits: `v0` is so certain of most tokens that noise would not show in their logprobs
 SAME = 0.02  # absolute difference of logprobs, in nats
 DIFFERENT = 0.2
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
-    """Six model folders: `v0` softened, and five copies of it with noise of their own."""
+    """Six model folders: `v0` softened, and five copies of it with different noise."""
     root = tmp_path_factory.mktemp("weights")
     folders = []
     for number in range(NUM_UPDATES + 1):
@@ -77,7 +79,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
 
 
 def weights_of(version: int) -> int:
-    """Which of the six folders a version is: 0, then the other five over and over."""
+    """Return the folder of a version: 0, then the other five in rotation."""
     return 0 if version == 0 else (version - 1) % NUM_UPDATES + 1
 
 
@@ -99,7 +101,7 @@ async def engine(weights: tuple[Path, ...]) -> AsyncIterator[VllmEngine]:
 
 
 class CountedTurns:
-    """The engine as the worker sees it, with a count of the turns that have ended."""
+    """The engine as the worker sees it, counting the turns that have ended."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -123,7 +125,7 @@ class CountedTurns:
 async def service(
     engine: VllmEngine, turns: CountedTurns, kv_policy: KVPolicy, folder: Path
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator with one replica, and one worker that takes what it has."""
+    """A coordinator with one replica, and one worker that runs all its samples."""
     store = TrajectoryStore(folder / "trajectories.sqlite")
     coordinator = Coordinator(
         store, lambda url: engine, CoordinatorConfig(), RealClock(), probe=lambda url: engine.check_health()
@@ -174,7 +176,7 @@ def work() -> tuple[RolloutGroup, ...]:
 async def roll_out(
     engine: VllmEngine, kv_policy: KVPolicy, weights: tuple[Path, ...], folder: Path
 ) -> tuple[list[Trajectory], list[UpdateReport]]:
-    """All trajectories, and the reports of the updates that were made while they ran."""
+    """Return all trajectories, and the reports of the updates that were made while they ran."""
     first_version = engine.weight_version
     assert first_version is not None
     turns, reports = CountedTurns(engine), []
@@ -200,15 +202,18 @@ async def roll_out(
 
 @dataclass(frozen=True)
 class Differences:
-    """|recorded - recomputed| of sampled tokens, in nats: under the version that each names, and another one."""
+    """|recorded - recomputed| of sampled tokens, in nats: under the version of each token, and under another."""
 
     named: np.ndarray
     other: np.ndarray
-    is_settled: np.ndarray  # by the KV policy, all KV before the token is of its own version
+    is_settled: np.ndarray  # according to the KV policy, all KV before the token is from its version
 
 
 def differences(trajectory: Trajectory, kv_policy: KVPolicy, weights: tuple[Path, ...]) -> Differences:
-    """Raises AssertionError unless the version spans cover exactly the sampled tokens, each once."""
+    """Compare recorded and recomputed logprobs.
+
+    Raises AssertionError unless the version spans cover exactly the sampled tokens, each once.
+    """
     (path,) = trajectory.paths
     ids, first = [*path.prompt_ids.tolist(), *path.response_ids.tolist()], len(path.prompt_ids)
     versions = versions_of(path)
@@ -227,7 +232,7 @@ def differences(trajectory: Trajectory, kv_policy: KVPolicy, weights: tuple[Path
 
 
 def versions_of(path: TokenPath) -> np.ndarray:
-    """The version of every token of the response, -1 where it was observed."""
+    """Return the version of every token of the response, -1 for observed tokens."""
     versions = np.full(len(path.response_ids), -1)
     for span in path.weight_versions:
         assert (versions[span.start : span.end] == -1).all(), "spans overlap"
@@ -237,7 +242,7 @@ def versions_of(path: TokenPath) -> np.ndarray:
 
 
 def is_settled(path: TokenPath, versions: np.ndarray, kv_policy: KVPolicy) -> np.ndarray:
-    """Where all KV before a token has to be of the token's own version."""
+    """Return a mask of the tokens for which all KV before the token must be from the token's version."""
     if kv_policy is KVPolicy.RECOMPUTE:
         return np.full(len(versions), True)
     if kv_policy is KVPolicy.KEEP:
@@ -257,7 +262,7 @@ def joined(parts: list[Differences]) -> Differences:
 
 
 def figures_of(found: Differences) -> dict[str, dict[str, float]]:
-    """Of settled tokens and of all others: how many, how many are off, and by how much, in nats."""
+    """Return count, number of differences and size of the difference (nats), for settled and other tokens."""
     figures = {}
     for kind, mask in (("settled", found.is_settled), ("mixed", ~found.is_settled)):
         if mask.any():
@@ -275,7 +280,8 @@ def figures_of(found: Differences) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize(
     "kv_policy",
     [
-        one if one is KVPolicy.RECOMPUTE else pytest.param(one, marks=pytest.mark.long)  # the default, and others
+        # the default policy, and the others
+        one if one is KVPolicy.RECOMPUTE else pytest.param(one, marks=pytest.mark.long)
         for one in KVPolicy
     ],
 )

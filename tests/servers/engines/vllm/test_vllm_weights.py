@@ -1,9 +1,10 @@
-"""Weight updates on real vLLM (CPU), proved against transformers: an engine compared with itself would not notice
-that a layer kept its old weights.
+"""Weight updates on real vLLM (CPU), proved against transformers.
+
+Comparing an engine with itself would not detect a layer that kept its old weights.
 
 The tied model is the shipped policy in float32: there the CPU build packs its weights on every machine, and a
-trained policy's logits are too large for bfloat16 to come within `SAME`. The untied one is random, in bfloat16, and
-its engine starts with dummy weights.
+trained policy's logits are too large for bfloat16 to stay within `SAME`. The untied model is random, in bfloat16,
+and its engine starts with dummy weights.
 """
 
 from __future__ import annotations
@@ -128,13 +129,13 @@ def independent(folder: Path) -> Any:
 
 
 def logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
-    """The independent model: float32 logits of every position."""
+    """Return the float32 logits of every position, computed by the independent model."""
     with torch.inference_mode():
         return independent(folder)(torch.tensor([ids])).logits[0]
 
 
 def mean_difference(folder: Path, pairs: list[tuple[tuple[int, ...], Generation]]) -> float:
-    """Mean absolute difference between the engine's logprobs and the independent model's, over all tokens."""
+    """Return the mean absolute logprob difference between the engine and the independent model."""
     differences = []
     for prompt, generation in pairs:
         ids = (*prompt, *generation.token_ids)
@@ -145,7 +146,7 @@ def mean_difference(folder: Path, pairs: list[tuple[tuple[int, ...], Generation]
 
 
 async def sampled(engine: VllmEngine, name: str) -> list[tuple[tuple[int, ...], Generation]]:
-    # Up to the end of the turn: what a policy says after it is noise, on which bfloat16 rounds coarsely.
+    # Only up to the end of the turn: the tokens after it are nearly random, and bfloat16 rounds them coarsely.
     requests = [
         GenerateRequest(
             f"{name}-{index}", prompt, SamplingParams(max_tokens=64, seed=index, stop_token_ids=(END_OF_TURN,))
@@ -181,7 +182,7 @@ async def test_a_tied_model_computes_with_the_committed_weights(tied_engine: Vll
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two checkpoints of a mixture whose experts are of a size that the CPU build pads."""
+    """Two checkpoints of a mixture of experts whose expert size is padded by the CPU build."""
     shape, folders = replace(SHAPES["tiny-moe"], intermediate=48), []
     for version in (0, 1):
         folder = tmp_path_factory.mktemp("experts") / f"v{version}"
@@ -201,13 +202,13 @@ async def test_experts_compute_with_the_committed_weights(experts: tuple[Path, P
         await assert_holds(engine, experts[1], experts[0])
         _, committed = await push(engine, 2, experts[0], sender)
         await assert_holds(engine, experts[0], experts[1])
-        assert (committed.num_verified, committed.num_unverified) == (17, 2)  # all but the experts of two layers
+        assert (committed.num_verified, committed.num_unverified) == (17, 2)  # all except the experts of two layers
     finally:
         await engine.close()
 
 
 def write_wrong_shape(source: Path, target: Path) -> Path:
-    """A checkpoint one of whose matrices is too small, in the middle of its layer's parts."""
+    """Write a checkpoint with one matrix that is too small, in the middle of its layer's tensors."""
     for path in source.glob("*.safetensors"):
         tensors = load_file(path)
         small = {
@@ -225,11 +226,11 @@ async def test_a_dummy_loaded_engine_serves_from_its_first_good_commit(
     assert not dummy_engine.is_usable
     with pytest.raises(EngineUnusable):
         await dummy_engine.generate(request)
-    with pytest.raises(WeightUpdateFailed):  # nothing says yet what shapes this model has
+    with pytest.raises(WeightUpdateFailed):  # the shapes of this model are not known yet
         await update(dummy_engine, 6, write_wrong_shape(untied[0], tmp_path))
     assert dummy_engine.weight_version is None
     assert not dummy_engine.is_usable
-    await update(dummy_engine, 7, untied[0])  # and the load that broke half-way left nothing behind
+    await update(dummy_engine, 7, untied[0])  # the failed load left no state behind
     assert dummy_engine.weight_version == 7
     assert dummy_engine.is_usable
     await assert_holds(dummy_engine, untied[0], untied[1])
@@ -258,7 +259,7 @@ async def test_a_folder_that_changes_after_its_stage_is_not_committed(
 
 
 async def test_after_a_failed_commit_all_ranks_take_a_good_one(tmp_path: Path) -> None:
-    """vLLM leaves what later ranks answered to a failed call in their queues, and its next call would read them."""
+    """vLLM keeps later ranks' answers to a failed call in their queues, where its next call would read them."""
     engine = VllmEngine(config(POLICY / "v0", dtype="float32", tensor_parallel_size=2))
     await engine.start()
     try:
@@ -287,7 +288,7 @@ async def test_a_checkpoint_of_another_model_is_refused(
     assert dummy_engine.is_usable
 
 
-# --- pushed tensors ---
+# Pushed tensors
 
 
 async def push(
@@ -297,7 +298,7 @@ async def push(
     sender: WeightSender,
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> tuple[StageReport, CommitReport]:
-    """As `update`, from the tensors of a folder, which this process holds."""
+    """Update like `update`, with the tensors of a folder pushed from this process."""
     items = [outgoing(name, tensor) for name, tensor in stored(folder).items()]
     offer = replace(sender.offer(items), num_receivers=1)
     sending = asyncio.create_task(asyncio.to_thread(sender.run, 60.0))
@@ -349,7 +350,7 @@ async def test_a_head_that_differs_from_the_tied_embeddings_is_refused_while_it_
 
 
 async def test_pushed_weights_wait_beside_the_served_ones(tied_engine: VllmEngine, sender: WeightSender) -> None:
-    """Two updates over the same link; the first one's label is what the engine's label was, and grows."""
+    """Two updates over the same link. The engine's label is the first update's, and then increases."""
     version = tied_engine.weight_version
     assert version is not None
     staged, committed = await push(tied_engine, version + 1, POLICY / "v1", sender)
@@ -386,7 +387,7 @@ async def test_a_trainer_that_gives_up_changes_nothing(tied_engine: VllmEngine, 
 
 
 async def assert_offers(engine: VllmEngine, sent: dict[str, torch.Tensor]) -> None:
-    """The engine gives these tensors on, to the byte."""
+    """Check that the engine offers exactly these tensors."""
     offer = await engine.offer()
     assert offer is not None
     received: dict[str, torch.Tensor] = {}
@@ -421,7 +422,7 @@ async def test_without_memory_for_staging_the_commit_receives(
 
 
 async def greedy_across_update(engine: VllmEngine, prompt: tuple[int, ...], folder: Path) -> Generation:
-    """A greedy generation whose weights are swapped under RECOMPUTE after some tokens."""
+    """Return a greedy generation whose weights are swapped under RECOMPUTE after some tokens."""
     version = engine.weight_version
     assert version is not None
     request = GenerateRequest("across", prompt, SamplingParams(max_tokens=160, temperature=0.0))
@@ -439,7 +440,7 @@ async def greedy_across_update(engine: VllmEngine, prompt: tuple[int, ...], fold
 
 
 async def test_recompute_goes_on_as_a_fresh_engine_with_the_new_weights_does(tied_engine: VllmEngine) -> None:
-    """Equal ids, or, where the paths part, two ids that the independent model finds tied."""
+    """The ids are equal up to a pair of ids that the independent model ranks as tied."""
     prompt, folder = prompts()[0], POLICY / "v1"
     both = await greedy_across_update(tied_engine, prompt, folder)
     old, new = both.weight_versions
@@ -470,7 +471,7 @@ def assert_same_greedy_path(
 
 
 async def assert_dies_cleanly(engine: VllmEngine, pid: int | None) -> None:
-    """A killed engine process: calls in flight, and later ones, raise EngineLost."""
+    """Kill the engine process, and check that calls in flight and later ones raise EngineLost."""
     assert pid is not None
     request = GenerateRequest("last", prompts()[0], SamplingParams(max_tokens=400))
     call = asyncio.create_task(engine.generate(request))
@@ -483,11 +484,11 @@ async def assert_dies_cleanly(engine: VllmEngine, pid: int | None) -> None:
         await engine.check_health()
 
 
-# --- weights that make noise ---
+# Broken weights
 
 
 def write_noise(target: Path, factor: float) -> Path:
-    """A finite checkpoint of the shipped policy, one of whose matrices is `factor` times what it was."""
+    """Write a finite checkpoint of the shipped policy with one matrix multiplied by `factor`."""
     tensors = stored(POLICY / "v1")
     name = next(name for name in tensors if "1.mlp.down_proj" in name)
     noise = {**tensors, name: tensors[name].float() * factor}
@@ -502,7 +503,7 @@ async def in_flight(engine: VllmEngine, name: str, pieces: list[Delta | Generati
         pieces.append(piece)
 
 
-@pytest.mark.parametrize("num_in_flight", [3, 40])  # of 32 that fit: there is no place for the fixed prompt
+@pytest.mark.parametrize("num_in_flight", [3, 40])  # 32 fit: with 40, no slot is free for the canary check
 async def test_noise_is_refused_and_no_token_of_it_given_out(
     tied_engine: VllmEngine, tmp_path: Path, num_in_flight: int
 ) -> None:
@@ -524,7 +525,7 @@ async def test_noise_is_refused_and_no_token_of_it_given_out(
     assert not tied_engine.is_usable
     with pytest.raises(EngineUnusable):
         await tied_engine.generate(GenerateRequest("refused", (1, 2), SamplingParams(max_tokens=1)))
-    await update(tied_engine, version, POLICY / "v0")  # the way back
+    await update(tied_engine, version, POLICY / "v0")  # restores the served weights
     await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
 
 
@@ -563,11 +564,11 @@ async def test_forced_noise_is_served(tied_engine: VllmEngine, tmp_path: Path) -
     await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
 
 
-# --- a trainer's own group --------------------------------------------------------------------------------
+# A trainer's own group
 
 
 async def test_a_trainers_group_brings_weights_beside_the_served_ones(tied_engine: VllmEngine) -> None:
-    """In two parts, the second packed; a part that does not fit and a transfer that lacks one change nothing."""
+    """Two parts, the second packed. A part that does not fit or a transfer that misses a part changes nothing."""
     tensors = stored(POLICY / "v1")
     infos = [tensor_info(name, tensor) for name, tensor in tensors.items()]
     port, half = free_port(), len(infos) // 2
