@@ -88,8 +88,8 @@ def annotation_of(values: AnnotationValues) -> RecordAnnotation:
     dims = {part.ndim for part in parts}
     if dims not in ({0}, {1}):
         raise InvalidRequest(
-            f"the values must be a number, one number per path or one array per path, not parts of {sorted(dims)} "
-            "dimensions",
+            "the values must be one number, a list with one number per path, or a list with one flat array per "
+            f"path, but the list has elements of {sorted(dims)} dimensions",
             param="values",
         )
     if dims == {0}:

@@ -53,7 +53,10 @@ class PushTarget(Protocol):
 
     @property
     def url(self) -> str:
-        """The service's URL. The pusher listens on this machine's address on the route to it."""
+        """The service's URL. Unless `listen_host` is set, the pusher listens on the address that reaches this URL.
+
+        If the service is on loopback, it is the address that reaches a remote replica.
+        """
 
     async def update_from(self, push: PushSource, options: PushOptions) -> UpdateReport:
         """Update the fleet with the weights of `push`. Raises the service's errors."""

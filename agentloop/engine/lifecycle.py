@@ -229,7 +229,10 @@ class EngineLifecycle:
         return self._ends_older_kv
 
     def kv_version(self, asked: int | None, served: int) -> int:
-        """Return the KV version for a request with the `kv_version` `asked`; None means the served version."""
+        """Return the KV version of a request with the `kv_version` `asked`; None means the served version.
+
+        It is at most `served`, and at least the minimum that a commit has set.
+        """
         # A version above `served` was rolled back, and its number will be reused for other weights.
         version = served if asked is None else min(asked, served)
         return version if self._min_kv_version is None else min(max(version, self._min_kv_version), served)

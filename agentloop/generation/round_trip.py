@@ -166,7 +166,10 @@ def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
                 if (content and parser.form.is_bare) or not (is_shown or (len(calls) == 1 and not content)):
                     continue  # the template renders one call per turn, or calls only without text
                 if (problem := _problem(reader, turn, _PROBE_TOOLS)) is not None:
-                    raise Underivable(f"the derived parser reads {problem} in {turn.text[:_MAX_TURN_CHARS]!r}")
+                    raise Underivable(
+                        f"the parser derived from the template misreads {turn.text[:_MAX_TURN_CHARS]!r}: it gives "
+                        f"{problem}"
+                    )
     except (Underivable, TemplateError) as error:
         raise ParserMismatch(f"its calls cannot be derived: {error}", param="parser") from error
     known = (name for name, forms in FORMATS.items() if forms == (parser.form,) and marks == ReasoningDelimiters())
@@ -291,8 +294,8 @@ def _problem(reader: TurnReader, turn: _RenderedTurn, tools: Sequence[Mapping[st
     if any(call.status is ToolCallStatus.MALFORMED for call in read.tool_calls):
         return f"a malformed call: {next(call.error for call in read.tool_calls if call.error)}"
     if [(call.name, dict(call.arguments)) for call in read.tool_calls] != calls:
-        found = ", ".join(call.name for call in read.tool_calls) or "no call"
-        return f"{found} instead of {', '.join(f'{name}({arguments})' for name, arguments in calls)}"
+        parsed = ", ".join(f"{call.name}({dict(call.arguments)})" for call in read.tool_calls) or "no call"
+        return f"{parsed} instead of {', '.join(f'{name}({arguments})' for name, arguments in calls)}"
     if read.reasoning.strip() != written.reasoning:
         return f"the reasoning {read.reasoning!r} instead of {written.reasoning!r}"
     if read.content.strip() != written.content:

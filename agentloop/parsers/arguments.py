@@ -89,7 +89,7 @@ class ObjectKeys:
         return check_name(name), arguments, written_id if isinstance(written_id, str) else "", forgiven
 
     def begun(self, name: str) -> str:
-        """Return the text of a call up to its arguments."""
+        """Return the beginning of a call of the tool `name`, up to the start of its arguments."""
         shown = json.dumps(name, ensure_ascii=False)
         return f'{{{self.lead}"{self.name}": {shown}, "{self.arguments[0]}": ' if self.name else f"{{{shown}: "
 

@@ -249,7 +249,7 @@ class ReasoningForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
-    """The form of conversation that a template accepts, as determined by the template check."""
+    """The features of a chat template, as determined by the template check: tools, calls, parts, reasoning."""
 
     tools_objection: str | None = None  # why the template cannot show tools; None if it can
     takes_text_arguments: bool = False  # a call's arguments are JSON text, not an object

@@ -251,7 +251,7 @@ class ToolScope:
 
     @property
     def definitions(self) -> list[dict[str, JSON]]:
-        """The definitions of the tools, with the environment's tools last."""
+        """The definitions of the tools that the prompt lists (`is_listed`), with the environment's tools last."""
         return [tool.spec.definition() for tool in self._tools.values() if tool.spec.is_listed]
 
     @property

@@ -102,8 +102,10 @@ class Journal(Protocol):
 
 
 async def write(writing: Coroutine[Any, Any, None], session_id: str, timeout_s: float) -> None:
-    """Await a write to a journal. Raises ServiceUnavailable if it is late, or raises an error that is not ours. For
-    callers that run to their end: a cancelled caller cuts the write off."""
+    """Await a write to a journal. Raises ServiceUnavailable if it is late or fails, or the write's AgentLoopError.
+
+    Only for callers that run to their end: cancelling the caller cancels the write.
+    """
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
@@ -118,7 +120,7 @@ async def write(writing: Coroutine[Any, Any, None], session_id: str, timeout_s: 
 
 
 def write_failure(session_id: str, error: Exception) -> ServiceUnavailable:
-    """Log a journal's error that is not ours, and return it as one of ours."""
+    """Log a journal's error that is not an AgentLoopError, and return it as ServiceUnavailable."""
     _log.error("journal_failed", session=session_id, error=repr(error))
     return ServiceUnavailable(f"the session's journal failed: {error}")
 

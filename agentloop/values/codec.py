@@ -56,7 +56,10 @@ def to_builtins(value: Any) -> Any:
 
 
 def from_builtins(value: Any, kind: type[T]) -> T:
-    """Convert the result of `to_builtins` to a type without arrays. Raises InvalidRequest naming the field."""
+    """Convert the result of `to_builtins` back to `kind`, which has no array fields.
+
+    Raises InvalidRequest, which names the field.
+    """
     try:
         return msgspec.convert(value, type=kind, strict=True)
     except msgspec.ValidationError as error:

@@ -126,7 +126,10 @@ def start_ray(run_dir: Path, start: RayStart | None = None) -> None:
         include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
     )
     if os.environ.get(AUTH_MODE) != "token":  # Ray sets the variable for all processes that it starts
-        raise ServiceUnavailable("Ray was started without requiring a token, so its ports are open")
+        raise ServiceUnavailable(
+            f"Ray {ray.__version__} does not require a token, so anyone who reaches its ports could run code: "
+            "install the locked version of Ray"
+        )
     link = run_dir / RAY_LINK
     link.unlink(missing_ok=True)  # a resumed run has the link of its last start
     link.symlink_to(Path(context.address_info["session_dir"]) / "logs")

@@ -273,8 +273,11 @@ class SglangProcess:
             await self.on_workers(WorkerMethod.RESUME_REQUESTS)
 
     async def sleep(self, level: int, asleep: frozenset[MemoryTag]) -> None:
-        """Implement `EngineProcess.sleep`. Level 2 also keeps a copy of the weights in host memory, because SGLang
-        decides this at its start."""
+        """Implement `EngineProcess.sleep`. The memory in `asleep` is released already.
+
+        Level 2 keeps a copy of the weights in host memory, like level 1: SGLang decides at its start whether it has
+        one.
+        """
         awake = sorted(tag.value for tag in MemoryTag if tag not in asleep)
         if not awake:
             return

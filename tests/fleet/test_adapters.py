@@ -432,7 +432,7 @@ async def test_a_rollout_is_not_repeated_under_another_adapter(clock: VirtualClo
             await push(run, name)
         for _ in range(2):
             await submit(run, "r", talk(1), adapter="a", owner="t")
-        with pytest.raises(Conflict, match="other groups or terms"):
+        with pytest.raises(Conflict, match="already exists with other groups"):
             await submit(run, "r", talk(1), adapter="b", owner="t")
         await run.until_done("t~r")
 

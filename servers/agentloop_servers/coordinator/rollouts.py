@@ -488,7 +488,8 @@ class Rollouts:
                     await self._queue_stored(rollout_id)
                 return await self._by_id(rollout_id)  # a repeated submission, whose response was lost
             raise Conflict(
-                f"rollout {rollout_id} already exists with other groups or terms: use another rollout id",
+                f"rollout {rollout_id} already exists with other groups, another adapter or another owner: use "
+                "another rollout id",
                 param="rollout_id",
             )
         try:

@@ -451,9 +451,9 @@ def _state_of(db: Database, session_id: str) -> SessionState | None:
 
 
 def _require(db: Database, session_id: str, allowed: frozenset[SessionState]) -> tuple[SessionState, float]:
-    """Return the session's state, which must be allowed, and the time until which its expiry need not move.
+    """Return the session's state, and the time up to which a use need not extend its expiry.
 
-    Raises SessionNotFound or SessionFinished.
+    Raises SessionNotFound, or SessionFinished if the state is not in `allowed`.
     """
     statement = "SELECT state, expires_at - ttl_s FROM sessions WHERE session_id = ?"
     row = db.execute(statement, (session_id,)).fetchone()

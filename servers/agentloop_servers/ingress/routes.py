@@ -60,7 +60,7 @@ def registered_routers(context: RouteContext, settings: RouteSettings) -> list[A
 
 
 def registered_routes(settings: RouteSettings) -> list[tuple[Callable[..., APIRouter], dict[str, BaseModel]]]:
-    """Return the registered functions with their settings, by name.
+    """Return the function and the validated settings of every registered route.
 
     Raises InvalidRequest if a function cannot be imported or refuses its settings, or if no route has a name in
     `settings`.

@@ -60,7 +60,10 @@ class Trust:
         return Trust(key, self.certificates and self.certificates.of_workers)
 
     def server_tls(self, address: str) -> ssl.SSLContext | None:
-        """Return the TLS context of a server at this address. Raises InvalidRequest."""
+        """Return the TLS context to serve with at this address; None without certificates.
+
+        Raises InvalidRequest.
+        """
         return None if self.certificates is None else self.certificates.server(address)
 
     @property

@@ -25,7 +25,10 @@ def check_model(config: ServiceConfig) -> None:
 
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
-    """Raise InvalidRequest for a missing Python, or for options that do not fit a model with or without experts."""
+    """Raise InvalidRequest for a missing `environment.py_executable`, or for options that the model does not allow.
+
+    These are `expert_parallel` for a dense model, and `quantization` for a mixture of experts on CPU.
+    """
     python = None if entry.environment is None else entry.environment.py_executable
     if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would retry endlessly
         raise InvalidRequest(

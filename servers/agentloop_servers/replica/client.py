@@ -251,7 +251,10 @@ class EngineClients:
     def __init__(
         self, trust: Trust, epoch: int = 0, raise_epoch: Callable[[int], Awaitable[int]] | None = None
     ) -> None:
-        """`epoch` and `raise_epoch` are passed to `NumberedCommands`. Only the coordinator gives orders."""
+        """`epoch` and `raise_epoch` are those of `NumberedCommands`.
+
+        Only the coordinator passes them, because only it sends commands such as pause and commit.
+        """
         self._http = PrivateHttp(trust, lost=EngineLost, late=DeadlineExceeded, unreachable=EngineUnreachable)
         self._commands = NumberedCommands(epoch, raise_epoch)
         self._engines: dict[str, RemoteEngine] = {}

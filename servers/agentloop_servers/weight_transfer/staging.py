@@ -471,7 +471,11 @@ class WeightStager:
     def _plan_of_parameters(self) -> CopyPlan:
         """Return the plan for tensors with the parameters' names and shapes: each is copied completely."""
         if not self._can_trace:
-            raise CheckpointUnreadable("this engine cannot load the parameters of another engine", param="push")
+            raise CheckpointUnreadable(
+                "an engine on CPU cannot load another engine's parameters, because it computes with packed copies: "
+                "update it from a trainer or a directory",
+                param="push",
+            )
         parameters = self._model.parameters
         copies = []
         for name, tensor in parameters.items():
@@ -526,7 +530,10 @@ class StagingCalls:
         raise NotImplementedError
 
     def weights_prepare(self, setup: bytes) -> None:
-        """Make the stager from a `StagingSetup`. Call once, after the start and before any request."""
+        """Create this worker's stager from an encoded `StagingSetup`.
+
+        Call it once after the engine's start, before other `weights_...` calls and before any generation.
+        """
         settings = codec.decode(setup, StagingSetup)
         self._stager = self.weights_stager(settings)
         if settings.loaded is not None:

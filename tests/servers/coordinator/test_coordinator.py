@@ -807,7 +807,7 @@ async def test_a_known_id_with_other_work_is_refused_live_or_done(site, coordina
         assert (await rollouts.submit("r", work)).is_done == is_done
         assert (await rollouts.submit("r", work[::-1])).num_accepted == 3
         for changed in (other, (task, work[1]), (replace(work[0], keep=1), work[1])):
-            with pytest.raises(Conflict, match="other groups or terms"):
+            with pytest.raises(Conflict, match="already exists with other groups"):
                 await rollouts.submit("r", changed)
 
 

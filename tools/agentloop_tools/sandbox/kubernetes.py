@@ -140,7 +140,9 @@ class KubernetesSandbox(CommandSandbox):
                     printed.add(message.data[1:])
                 elif message.data[0] == _END:
                     return _status(json.loads(message.data[1:]))
-        raise ToolLost("the pod ended before its command")
+        raise ToolLost(
+            "the connection to the pod ended before the exit status of the command arrived: the pod may be deleted"
+        )
 
     async def remove(self) -> None:
         await self._cluster.delete(self._claim)

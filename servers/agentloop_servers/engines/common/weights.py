@@ -251,9 +251,10 @@ class EngineWeights:
         return report
 
     async def offer(self) -> PushSource | None:
-        """Offer the workers' parameters as a transfer source for an equal engine; None if they cannot be sent.
+        """Offer the served weights as a source for another engine of the same pool.
 
-        The version of the weights must be known.
+        Returns None if an adapter is the policy, or if the workers cannot read the weights back. The caller ensures
+        that the version is known.
         """
         if self._adapter is not None:
             return None

@@ -150,7 +150,10 @@ class AckedSendTransport:
         """Request the peers to map this process's buffers. Raises TransportBroken if one cannot."""
         refused = self.map(peers, MapBuffers([buffer.export for buffer in buffers], buffers[0].data.numel()))
         if refused:
-            raise TransportBroken(f"a worker cannot map the buffers: {next(iter(refused.values()))}")
+            raise TransportBroken(
+                f"a worker cannot map the sender's weight buffers: {next(iter(refused.values()))}; use another "
+                "transport if this repeats"
+            )
 
     def announce(self, bucket: int, buffer: int) -> None:
         """Announce a bucket in a buffer to all peers. Raises TransportBroken."""
