@@ -183,10 +183,10 @@ class Fleet:
         could = {one: self._having(one) for one in features_of(needs.features)}
         refused = next((one for one, names in could.items() if not names), next(iter(could)))
         lines = [f"{param_of(one)} ({one}): {', '.join(names) or 'none'}" for one, names in could.items()]
-        if len(could) == 1:
+        if len(could) == 1 and not could[refused]:
             reason = f"no engine of this service supports {param_of(refused)} ({refused}): remove it"
         else:
-            reason = f"no engine supports all of these, remove one of them; engines with {'; with '.join(lines)}"
+            reason = f"no engine supports all that the request needs; engines with {'; with '.join(lines)}"
         raise UnsupportedParameter(f"{reason}{hint_of(refused)}", param=param_of(refused))
 
     def version_of(self, adapter: str) -> int | None:

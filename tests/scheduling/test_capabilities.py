@@ -143,7 +143,7 @@ def test_a_refusal_names_the_field_and_the_engines():
         lambda: balancer.has_room(needing("b", regex)),
     ):
         with pytest.raises(
-            UnsupportedParameter, match=r"constraint \(regex\): none; for seed \(seed\): long"
+            UnsupportedParameter, match=r"constraint \(regex\): none; with seed \(seed\): long"
         ) as caught:
             refused()
         assert caught.value.param == "constraint"

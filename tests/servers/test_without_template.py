@@ -62,4 +62,4 @@ async def test_the_hint_helps(base_model: Path, tmp_path: Path) -> None:
         asked = [{"role": "user", "content": "Hi"}]
         answer = await sdk.chat.completions.create(model="base", messages=asked, max_tokens=4)
         assert answer.usage is not None
-        assert answer.usage.completion_tokens == 4
+        assert 0 < answer.usage.completion_tokens <= 4  # the simulated policy may sample its stop token
