@@ -72,7 +72,8 @@ def test_every_accepted_task_has_exactly_one_record(run):
 
 def test_the_update_reaches_trajectories_in_flight(run):
     mixed = [row for row in run.rows if len({span["version"] for span in row["weight_versions"]}) > 1]
-    assert len(mixed) / len(run.rows) >= 0.2
+    # As many as the engines ran at the update, which depends on the machine's speed.
+    assert len(mixed) >= 16
     assert len({turn["replica_id"] for row in run.rows for turn in row["turns"]}) == 2
 
 
