@@ -111,7 +111,8 @@ def _limited(seconds: float) -> Iterator[None]:
         raise interrupts[-1]
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 10)
+    # The cleanup gets a second: an interrupt within it would leave the event loop's sockets open.
+    signal.setitimer(signal.ITIMER_REAL, seconds, max(1.0, seconds / 10))
     try:
         yield
     except BaseException as error:
