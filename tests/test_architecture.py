@@ -523,11 +523,12 @@ def test_tests_ask_through_what_is_public():
         for node in ast.walk(ast.parse(text)) if re.search(r"(?<!\bself)(?<!\bcls)\._[a-z]", text) else ():
             if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
                 owner = ast.unparse(node.value)
+                # Names created elsewhere.
                 if owner not in ("self", "cls", "super()", "os") and node.attr not in (
                     "_replace",
                     "_asdict",
                     "_request_id",
-                ):  # names created elsewhere
+                ):
                     found.append(f"{file.relative_to(ROOT)}:{node.lineno}: {owner}.{node.attr}")
     assert len(found) <= MAX_PRIVATES_IN_TESTS, found
 

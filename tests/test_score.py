@@ -47,11 +47,8 @@ def test_a_score_enters_the_record_whole():
         {"num_steps": 2.0},
     )
     assert [[turn.reward for turn in path.turns] for path in record.paths] == [[0.25, None], [0.25, 2.0], [None]]
-    assert [path.token_rewards is not None for path in record.paths] == [
-        False,
-        True,
-        False,
-    ]  # main: its latest path
+    # Main: its latest path.
+    assert [path.token_rewards is not None for path in record.paths] == [False, True, False]
     assert [path.is_trainable for path in record.paths] == [True, True, False]
     assert [record.reward_of(place) for place in range(3)] == [0.5, 0.5, -1.0]
     again = codec.decode(codec.encode(record), Trajectory)

@@ -452,9 +452,8 @@ class ServiceStatus:
     sleep_reason: str = ""
     starting: tuple[StartingReplica, ...] = ()
     lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
-    degraded: tuple[
-        str, ...
-    ] = ()  # problems of the service, its replicas and hosts, one sentence each (`findings`)
+    # Problems of the service, its replicas and hosts, one sentence each (`findings`).
+    degraded: tuple[str, ...] = ()
     update: UpdateProgress | None = None  # the running update
     groups: tuple[str, ...] = ()  # trainers' broadcast groups
     transfer: str = ""  # the group with an open transfer
@@ -469,9 +468,8 @@ class ServiceStatus:
     is_disk_full: bool = False
     store_away: str = ""  # the error of the unavailable run store; empty: it is available
     drained: tuple[str, ...] = ()  # hosts that receive no work
-    unread: tuple[
-        tuple[str, float], ...
-    ] = ()  # rollouts, and the seconds that their oldest unread record has waited
+    # Rollouts, and the seconds that their oldest unread record has waited.
+    unread: tuple[tuple[str, float], ...] = ()
     store: StoreStatus | None = None  # None: the service follows no store of versions
     adapters: tuple[NamedAdapter, ...] = ()  # named adapters, ordered by the time of their push
     num_awaiting_turn: int = 0  # weight updates that wait for this model's turn on shared accelerators
@@ -495,14 +493,12 @@ class EndpointTable:
     """The processes of the chat endpoint by number, and the map from sessions to processes."""
 
     urls: dict[int, str]  # private URLs
-    holders: tuple[
-        int, ...
-    ] = ()  # the process of each partition of client-chosen session ids; empty: not partitioned
+    # The process of each partition of client-chosen session ids; empty: not partitioned.
+    holders: tuple[int, ...] = ()
     lost: frozenset[int] = frozenset()  # processes lost with their hosts, including their sessions
     inherited: frozenset[int] = frozenset()  # partitions whose earlier process was lost with its sessions
-    failover_owners: dict[int, int] = field(
-        default_factory=dict
-    )  # failover processes, for lost ones with sessions in a database
+    # Failover processes, for lost ones with sessions in a database.
+    failover_owners: dict[int, int] = field(default_factory=dict)
 
 
 def sessions_lease(number: int) -> str:

@@ -323,11 +323,8 @@ class RolloutClient:
         iterator cancels the unfinished groups. Raises the errors of `submit`.
         """
         rule = BatchRule(num_groups, over_provision, Carry(carry), max_replaced)
-        options = {
-            "num_samples": num_samples,
-            "run_id": _new_id(),
-            **options,
-        }  # one run, so older groups start first
+        # One run, so older groups start first.
+        options = {"num_samples": num_samples, "run_id": _new_id(), **options}
 
         async def submit(part: Sequence[RolloutTask]) -> Rollout:
             return await self.submit(part, **options)

@@ -162,9 +162,8 @@ class Rollout:
             for part in live:
                 await self._read_part(part, wait_s)
                 if self._ready:
-                    self._parts[part.rollout_id] = self._parts.pop(
-                        part.rollout_id
-                    )  # move to the end of the rotation
+                    # Move to the end of the rotation.
+                    self._parts[part.rollout_id] = self._parts.pop(part.rollout_id)
                     return True
                 if is_waiting:
                     wait_s = 0.0  # only one waiting read per round

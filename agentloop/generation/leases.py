@@ -74,9 +74,8 @@ class LeaseReporter:
         `process_id` is never reused by another process.
         """
         self.process_id = process_id
-        self.changes = OwnedTasks(
-            "lease"
-        )  # Tasks that change a holder's lease. They outlive their callers, so that no granted lease is lost.
+        # Tasks that change a holder's lease. They outlive their callers, so that no granted lease is lost.
+        self.changes = OwnedTasks("lease")
         self._report = report
         self._config = config
         self._holders: dict[str, LeaseHolder] = {}  # lease id -> holder

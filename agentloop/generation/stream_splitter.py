@@ -58,9 +58,8 @@ class TurnSplitter:
         self._held = ""  # text that may be the beginning of a mark
         self._thought = _Strip(start=True, end=True)
         self._is_stripped = reading.reads_calls or bool(headers)
-        self._segment = _Strip(
-            start=self._is_stripped, end=self._is_stripped
-        )  # the text between two calls or headers
+        # The text between two calls or headers.
+        self._segment = _Strip(start=self._is_stripped, end=self._is_stripped)
         self._region: list[str] = []  # from an opening mark on
         self._num_parses = 0
         self._num_calls = 0
@@ -146,9 +145,8 @@ class TurnSplitter:
             self._phase = _Phase.CONTENT
             return text
         leading, bare = self._delimiters.leading, (self._held + text).lstrip()  # leading blanks are not content
-        marks = (
-            (*leading, *self._delimiters.headers) if leading else ()
-        )  # a header may have a leading mark's first characters
+        # A header may have a leading mark's first characters.
+        marks = (*leading, *self._delimiters.headers) if leading else ()
         found = max((mark for mark in marks if bare.startswith(mark)), key=len, default="")
         may_be = bool(bare) and any(len(mark) > len(bare) and mark.startswith(bare) for mark in marks)
         self._held = bare if may_be else ""

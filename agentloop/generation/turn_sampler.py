@@ -185,9 +185,8 @@ class TurnText:
         if self.is_stopped:
             self.sampled.cut(self._text.num_kept)
         if self._reads_one_call and self._text.num_chars >= self._next_look:
-            self._next_look = (
-                self._text.num_chars * 5 // 4 + _MIN_LOOK_CHARS
-            )  # so that all searches take linear time
+            # So that all searches take linear time.
+            self._next_look = self._text.num_chars * 5 // 4 + _MIN_LOOK_CHARS
             self._has_first_call = self._reader.first_call(self._text.shown, self._reading) is not None
         if self._splitter is None or self.is_stopped:
             return None

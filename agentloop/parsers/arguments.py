@@ -211,9 +211,8 @@ class TextParameters:
             # A missing `close` would swallow the next parameter or call: look for their delimiters in the value.
             if not opened or end < 0:
                 inner = self._inner(text, start, until)
-                if (
-                    inner >= 0 or len(delimiters_of(self.tail)) > 1
-                ):  # a value may contain one delimiter, but not all
+                # A value may contain one delimiter, but not all.
+                if inner >= 0 or len(delimiters_of(self.tail)) > 1:
                     cut = tail.search(text, start, inner if inner >= 0 else until)
             if inner >= 0 or cut is not None or end < 0:
                 until = cut.start() if cut is not None else until

@@ -21,9 +21,8 @@ from agentloop.parsers.base import DecodedText
 
 _LONG_CHARS = 8192  # longer texts are tokenized as a batch of one: the library releases the GIL only for batches
 _MARKUP = re.compile(r"[<\[|].+[>\]|]")
-_BARRED = re.compile(
-    "<[|\uff5c].+[|\uff5c]>"
-)  # roles and ends of turns: some tokenizers do not flag them as special
+# Roles and ends of turns: some tokenizers do not flag them as special.
+_BARRED = re.compile("<[|\uff5c].+[|\uff5c]>")
 _BREAK = 999_999  # index of the empty placeholder: the texts before and after it cannot join to a control token
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

@@ -78,10 +78,8 @@ class Balancer:
         self._queued_replicas: dict[str, None] = {}  # replicas with a nonempty queue
         self._is_refusing = False  # a holder was refused since the last `look`
         self._is_freed = False  # capacity was freed since the last `next_up`
-        self._last_choice: tuple[Demand | None, str | None] = (
-            None,
-            None,
-        )  # the demand and replica that `has_room` chose last, because a choice reads all replicas
+        # The demand and replica that `has_room` chose last, because a choice reads all replicas.
+        self._last_choice: tuple[Demand | None, str | None] = (None, None)
 
     # Queries
 

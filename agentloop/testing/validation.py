@@ -96,9 +96,8 @@ class _WatchedSession(OpenEnvironment):
         super().__init__(loaded.make(trajectory_id, seed), loaded.methods)
         self._loaded = loaded
         self._place = trajectory_id, seed
-        loaded.close_faults.append(
-            f"close() did not finish within {loaded.kind.close_timeout_s:g} s"
-        )  # until closed
+        # Until closed.
+        loaded.close_faults.append(f"close() did not finish within {loaded.kind.close_timeout_s:g} s")
 
     async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
         answer = await super().call_tool(name, arguments)

@@ -56,9 +56,8 @@ class HistoryIndex:
         self._calls_of: dict[str, bytes] = {}  # this digest of every turn
         self._place_of: dict[str, int] = {}
         self._latest: list[str] = []  # by place: the last node with an own message there
-        self.openings: dict[
-            bytes, str
-        ] = {}  # the latest root by the key of its first message that is not a system message
+        # The latest root by the key of its first message that is not a system message.
+        self.openings: dict[bytes, str] = {}
         self.replies: dict[bytes, str] = {}  # the latest turn by the key of its non-empty reply
 
     @property

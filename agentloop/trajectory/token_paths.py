@@ -77,9 +77,8 @@ def token_paths(graph: TurnGraph, tail: Tail | None = None) -> tuple[TokenPath, 
     for leaf in graph.nodes:
         if not graph.has_children(leaf.node_id):
             nodes = graph.path_of(leaf.node_id)
-            num_shared = sum(
-                node.node_id in owner for node in nodes
-            )  # these are the first nodes, because their ancestors are owned too
+            # These are the first nodes, because their ancestors are owned too.
+            num_shared = sum(node.node_id in owner for node in nodes)
             parent = owner[nodes[num_shared - 1].node_id] if num_shared else None
             for node in nodes[num_shared:]:
                 owner[node.node_id] = len(lines)

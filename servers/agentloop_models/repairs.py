@@ -58,9 +58,8 @@ def declare_stops(generation_config: dict[str, Any], metadata: Metadata) -> None
     stops = list(dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None))
     declared = {"bos_token_id": ids["bos"], "eos_token_id": stops or None, "pad_token_id": ids["padding"]}
     generation_config.update({name: value for name, value in declared.items() if value is not None})
-    generation_config.pop(
-        "_from_model_config", None
-    )  # transformers would replace the values by those of config.json
+    # Transformers would replace the values by those of config.json.
+    generation_config.pop("_from_model_config", None)
 
 
 REPAIRS: Mapping[str, tuple[Callable[[dict[str, Any], Metadata], None], ...]] = {

@@ -21,10 +21,8 @@ from agentloop_servers.config.service import located
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "tokenization*.py"]
-_OTHER_FILES = [
-    "*/*.safetensors",
-    "consolidated*",
-]  # further copies of the weights, in the formats of their authors
+# Further copies of the weights, in the formats of their authors.
+_OTHER_FILES = ["*/*.safetensors", "consolidated*"]
 
 
 def _folder_of(given: str, say: Say) -> Path | None:

@@ -75,9 +75,8 @@ class PostgresRun:
     name: str
     folder: Path
     owner: str | None = None  # identifies the run among runs with equal names; "": a new run, None: any run
-    keeps: Mapping[str, str] | None = field(
-        default=None, repr=False
-    )  # values stored by name, unless already stored
+    # Values stored by name, unless already stored.
+    keeps: Mapping[str, str] | None = field(default=None, repr=False)
     failure: ClassVar = psycopg.Error
 
     def open(self, schema: Schema, *, is_read_only: bool = False) -> PostgresDatabase:

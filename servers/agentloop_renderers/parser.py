@@ -25,9 +25,8 @@ _READ = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})  #
 class LibraryParser:
     """The parser of one model family of the library, with the tokenizer of a model folder."""
 
-    delimiters = Delimiters(
-        openings=("",)
-    )  # any text may be part of a call until the library has parsed the complete turn
+    # Any text may be part of a call until the library has parsed the complete turn.
+    delimiters = Delimiters(openings=("",))
 
     def __init__(self, folder: Path, family: str) -> None:
         """`family` is the library's name of the model family; `auto` derives it from the folder's name.

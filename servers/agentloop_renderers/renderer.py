@@ -42,10 +42,8 @@ _MAX_KWARGS = 64  # number of cached renderers, one for each set of template arg
 _TEXT = "one sampled turn"
 _NUM_LAST = 16  # tokens
 _QUESTION = Message("user", "one question")
-THINK_OPEN, THINK_CLOSE = (
-    "<think>",
-    "</think>",
-)  # the delimiters of all supported families
+# The delimiters of all supported families.
+THINK_OPEN, THINK_CLOSE = ("<think>", "</think>")
 
 
 def family_of(name: str, folder: Path) -> tuple[str, str]:

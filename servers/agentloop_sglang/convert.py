@@ -190,9 +190,8 @@ def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens,
 
 def translate(error: Exception) -> AgentLoopError:
     """Translate an error of SGLang to ours."""
-    status = getattr(
-        error, "status_code", None
-    )  # FastAPI's HTTPException, which SGLang raises without a server too
+    # FastAPI's HTTPException, which SGLang raises without a server too.
+    status = getattr(error, "status_code", None)
     if isinstance(error, AgentLoopError):
         return error
     if isinstance(error, ConnectionError):

@@ -122,9 +122,8 @@ class SglangProcess:
         self._calls.close()
         launched, self._launched = self._launched, None
         if launched is not None:
-            launched.manager.recv_from_detokenizer.context.destroy(
-                linger=0
-            )  # must run on the loop that reads from it
+            # Must run on the loop that reads from it.
+            launched.manager.recv_from_detokenizer.context.destroy(linger=0)
             await asyncio.to_thread(launched.end)
         if self._facts is not None:
             self._facts.close()

@@ -71,9 +71,8 @@ class Ledger:
 
     accepted: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # by rollout id
     delivered: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    sessions: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # the answers of each finished session, turn by turn
+    # The answers of each finished session, turn by turn.
+    sessions: dict[str, list[str]] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)  # calls that failed with an error, by kind and error
     updates_s: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # reported as served

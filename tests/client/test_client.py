@@ -89,9 +89,8 @@ async def test_every_trajectory_comes_once_though_connections_are_cut(service: S
         rollout = await client.submit(tasks_of(40), num_samples=4)
         keys = [(t.group_id, t.sample_index) async for t in rollout]
     assert len(keys) == len(set(keys)) == 160
-    assert (
-        sum(map(len, service.coordinator.groups.values())) == 40
-    )  # the submit whose answer was lost was retried and counted once
+    # The submit whose answer was lost was retried and counted once.
+    assert sum(map(len, service.coordinator.groups.values())) == 40
 
 
 async def test_iteration_waits_for_work_in_progress_and_goes_on_where_it_was_left(service: Service) -> None:

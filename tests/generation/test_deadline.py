@@ -47,9 +47,8 @@ async def test_a_grace_puts_its_enforcement_off_for_as_long_as_it_lasts(clock: V
     deadline = Deadline.moving(10.0, 3600.0)
     assert await ended_at(clock, deadline, work(7.0)) - 10.0 == 10.0
     deadline = Deadline.moving(10.0, 3600.0)
-    assert (
-        await ended_at(clock, deadline, work(15.0)) - 20.0 == 15.0
-    )  # the rest after the grace period is already late
+    # The rest after the grace period is already late.
+    assert await ended_at(clock, deadline, work(15.0)) - 20.0 == 15.0
     deadline = Deadline.moving(10.0, 3600.0)
     assert await ended_at(clock, deadline, work(99.0)) - 35.0 == 30.0
 

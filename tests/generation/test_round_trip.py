@@ -11,9 +11,8 @@ from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRen
 from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
 
 SAME_SYNTAX = {"qwen3_xml": {"qwen3_xml", "qwen3_coder"}}
-WITH_CALLS = [
-    family for family in FAMILIES if family.calls and family.name != "deepseek_v3_1"
-]  # the template renders no tools
+# The template renders no tools.
+WITH_CALLS = [family for family in FAMILIES if family.calls and family.name != "deepseek_v3_1"]
 
 
 @pytest.fixture(scope="module")

@@ -40,10 +40,8 @@ PROMPT_TOKENS = 64
 TEMPERATURES = {"repeats": 1.0, "wanders": 2.0}
 LAYER_SHARE = 1 / 16  # scale of the layers' contribution in `make_tensors`
 NUM_RECOMPUTED = 8  # records per load
-NEAR, FAR = (
-    (1.5, 0.005),
-    (2.0, 0.05),
-)  # limits of mean and worst difference, relative to the plain arm, and in nats
+# Limits of mean and worst difference, relative to the plain arm, and in nats.
+NEAR, FAR = ((1.5, 0.005), (2.0, 0.05))
 
 
 class DraftStats(SchedulerStats):

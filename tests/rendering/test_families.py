@@ -28,10 +28,8 @@ UNENDED = r"does not end an assistant turn with a stop token"
 REFUSED = {
     "mistral_small_3_1": {"user_turns": MOVED},
     "mistral_small_3_2": {"user_turns": MOVED},
-    "gpt_oss": {
-        "user_turns": UNENDED,
-        "plain_turns": UNENDED,
-    },  # an answer is sampled with another end than the template writes in the history
+    # An answer is sampled with another end than the template writes in the history.
+    "gpt_oss": {"user_turns": UNENDED, "plain_turns": UNENDED},
 }
 STRIPS = {"qwen3", "qwen3_thinking_2507", "qwen3_5", "qwen3_6", "deepseek_r1", "glm4_5", "nemotron_3"}
 TOOLS = [

@@ -52,9 +52,8 @@ def _section(path: str, model: type[BaseModel]) -> str:
     if model is NamedModel:
         about.append("Beside these, every key that the service has down to `max_pause_s`.")
         fields = {name: field for name, field in fields.items() if name in model.__annotations__}
-    meanings = {
-        name: " ".join((field.description or "").split()) for name, field in fields.items()
-    }  # one line per row
+    # One line per row.
+    meanings = {name: " ".join((field.description or "").split()) for name, field in fields.items()}
     rows = [f"| `{name}` | {_default(field)} | {meanings[name]} |" for name, field in fields.items()]
     return "\n".join([title, "", " ".join(about), "", "| key | default | meaning |", "|---|---|---|", *rows, ""])
 

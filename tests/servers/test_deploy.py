@@ -114,9 +114,8 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    with tempfile.TemporaryDirectory(
-        prefix="ray-", ignore_cleanup_errors=True
-    ) as ray_folder:  # keeps socket names short
+    # Keeps socket names short.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as ray_folder:
         made = Cluster(tmp_path, ray_folder)
         made.start()
         try:

@@ -222,9 +222,8 @@ async def test_a_recorded_session_is_read_and_counted_like_any_other(
     assert await store.record(EncodedRecord.of(first))
     assert await store.record(EncodedRecord.of(second))
     assert not await store.record(EncodedRecord.of(first))  # the answer was lost
-    assert not await store.record(
-        EncodedRecord.of(dataclasses.replace(first, staleness=3))
-    )  # the fleet has advanced in the meantime
+    # The fleet has advanced in the meantime.
+    assert not await store.record(EncodedRecord.of(dataclasses.replace(first, staleness=3)))
     assert await store.holds_sessions("sessions")
     assert await store.counts("sessions") == (2, 2)
     assert await store.unfinished() == []

@@ -117,9 +117,8 @@ class AsyncRollouts:
                 f"num_generations must be at least 2 and groups_in_flight at least 1, not {num_generations} and "
                 f"{groups_in_flight}"
             )
-        self.rollout_buffer: queue.Queue[BufferedRow] = queue.Queue(
-            _BUFFER_ROWS
-        )  # the rollout waits for the trainer
+        # The rollout waits for the trainer.
+        self.rollout_buffer: queue.Queue[BufferedRow] = queue.Queue(_BUFFER_ROWS)
         self.metrics_queue: queue.Queue[dict[str, Metric]] = queue.Queue(_METRICS)
         self._link = ServiceLink(url, api_key=api_key, admin_key=admin_key, listen_host=listen_host)
         self._tasks = tuple(tasks)

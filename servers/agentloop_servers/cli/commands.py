@@ -60,9 +60,8 @@ class _Chosen(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and command.name is not None:
             command = typer.main.get_group(_application(command.name)).commands[command.name]
-            signal.signal(
-                signal.SIGINT, signal.default_int_handler
-            )  # the handler that asyncio expects and replaces
+            # The handler that asyncio expects and replaces.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return name, command, rest
 
 

@@ -261,9 +261,8 @@ def _draw(console: Console, seen: Snapshot, view: View, drawn: Lines) -> Lines:
     size = console.size
     lines = console.render_lines(picture(seen, *size, view), console.options.update_dimensions(*size))
     with console:
-        if [*map(Segment.get_line_length, drawn)] != [
-            size.width
-        ] * size.height:  # the first picture, or another size
+        # The first picture, or another size.
+        if [*map(Segment.get_line_length, drawn)] != [size.width] * size.height:
             drawn = []
             console.control(Control.clear())
         for y, line in enumerate(lines):

@@ -58,9 +58,8 @@ class DirectServer:
         """
         listener = self._listener(port)
         port = listener.getsockname()[1]
-        logging.getLogger("uvicorn.error").setLevel(
-            logging.ERROR
-        )  # uvicorn logs a warning for every malformed request from outside
+        # Uvicorn logs a warning for every malformed request from outside.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self._watching = asyncio.create_task(self._connections.watch(), name="http connections")
         secured: dict[str, Any] = {}
         if self._tls is not None:

@@ -71,9 +71,8 @@ class Endpoint:
     users: ServedUsers | None = None
     takes_images: bool = False
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
-    adapters: dict[str, None] = field(
-        default_factory=dict
-    )  # adapter names that mean the served policy, oldest first
+    # Adapter names that mean the served policy, oldest first.
+    adapters: dict[str, None] = field(default_factory=dict)
     by_name: Callable[[], Awaitable[tuple[NamedAdapter, ...]]] | None = None
     """Requests the adapters served by name from the coordinator; None if adapters have no names."""
     others: Mapping[str, Endpoint] = field(default_factory=dict)  # by name, the models next to this one

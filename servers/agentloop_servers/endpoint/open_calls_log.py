@@ -103,9 +103,8 @@ class OpenCallsLog:
         try:
             self._append(frame(b"[%d]" % held[0].number))
         except (OSError, ServiceUnavailable) as error:
-            _log.debug(
-                "end_not_logged", call=call_id, error=repr(error)
-            )  # the result in the store takes precedence over the log
+            # The result in the store takes precedence over the log.
+            _log.debug("end_not_logged", call=call_id, error=repr(error))
 
     def remove_all(self, session_id: str) -> None:
         """Remove all calls of a deleted session."""
@@ -133,9 +132,8 @@ class OpenCallsLog:
             fresh.unlink(missing_ok=True)
             fd = open_log(fresh, is_new=True)
             append(fd, frames)
-            if os.path.samestat(
-                os.fstat(self._fd), os.stat(self._path)
-            ):  # otherwise another process has replaced the file
+            # Otherwise another process has replaced the file.
+            if os.path.samestat(os.fstat(self._fd), os.stat(self._path)):
                 os.replace(fresh, self._path)
                 self._fd, fd = fd, self._fd
                 self._num_bytes, self._rotate_at = len(frames), max(ROTATE_BYTES, 4 * len(frames))

@@ -240,9 +240,8 @@ class Sessions:
         self._shards = shards or ShardRouter(coordinator)
         self.keys = SessionKeys(secret)
         self.parts = parts  # also used for calls that no session records
-        self._time = SteadyTime(
-            parts.unix_time, parts.clock.now
-        )  # for expiry: a jump of the system clock expires no session
+        # For expiry: a jump of the system clock expires no session.
+        self._time = SteadyTime(parts.unix_time, parts.clock.now)
         self.store = SessionStore(where, self._time, executor, min_free_bytes=min_free_bytes, shards=self._shards)
         self._shards.on_gained = None if isinstance(where, str | Path) else self._take_in
         self._notes = OwnedTasks("session-records")  # pending writes that mark sessions as recorded
@@ -254,9 +253,8 @@ class Sessions:
         )
         self.on_new: Callable[[str], None] | None = None  # counts a user's next session, or refuses it
         self._coordinator = coordinator
-        self._claims: OrderedDict[tuple[str, str], str] = (
-            OrderedDict()
-        )  # (owner, rollout) -> the rollout's name in the store
+        # (owner, rollout) -> the rollout's name in the store.
+        self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._locks = KeyedLocks()
         self._watching: asyncio.Task[None] | None = None
         self._num_open: Counter[str] = Counter()  # by owner

@@ -122,9 +122,8 @@ class SessionStore:
         on the disk no session is created.
         """
         self._where = Path(where) if isinstance(where, str) else where
-        self._shards = (
-            None if isinstance(where, str | Path) else shards
-        )  # None: a file belongs to this process alone
+        # None: a file belongs to this process alone.
+        self._shards = None if isinstance(where, str | Path) else shards
         self._failure = sqlite3.Error if isinstance(where, str | Path) else where.failure
         self._lease: Ownership | None = None
         self._lease_number: int | None = None

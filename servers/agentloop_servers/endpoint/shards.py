@@ -52,9 +52,8 @@ FRESH_S = 10.0
 
 HOLDER_WAIT_S = 5.0  # a holder may be restarting; clients retry in addition
 SEND_TIMEOUT_S = 30.0  # a client may leave sent data unread for so long
-READ_TIMEOUT_S = (
-    MAX_TIMEOUT_S + 60.0
-)  # the holder keeps each call's own deadline, and Serve ends a holder that hangs
+# The holder keeps each call's own deadline, and Serve ends a holder that hangs.
+READ_TIMEOUT_S = MAX_TIMEOUT_S + 60.0
 MAX_PASSED_ON = 4096  # concurrent requests; the next one gets 429
 
 _RETRY_S = 0.2

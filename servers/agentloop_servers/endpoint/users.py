@@ -131,7 +131,6 @@ class ServedUsers:
                 _log.error("users_not_read", error=str(error))
             self._generation = news.generation
             for owner, number in counted.items():
-                if (
-                    owner and self._keys.named(owner) is None
-                ):  # their keys are refused, so only an admin can end the sessions
+                # Their keys are refused, so only an admin can end the sessions.
+                if owner and self._keys.named(owner) is None:
                     _log.warning("open_sessions_without_a_user", user=owner, num_sessions=number)

@@ -156,7 +156,6 @@ def on_sighup(act: Callable[[], None]) -> None:
 
 def _begin_child() -> None:
     faulthandler.unregister(signal.SIGTERM)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # Ray's handler raises an exception, which would be swallowed here
+    # Ray's handler raises an exception, which would be swallowed here.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -103,9 +103,8 @@ class CopyPlan:
     fills: tuple[Fill, ...]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the traced checkpoint's tensors
     layers: Mapping[str, QuantisedLayer] = field(default_factory=dict)  # parameter name -> its layer
-    by_tensor: Mapping[str, tuple[Copy, ...]] = field(
-        init=False
-    )  # has an empty tuple for a tensor without a copy, such as a tied head or another rank's experts
+    # Has an empty tuple for a tensor without a copy, such as a tied head or another rank's experts.
+    by_tensor: Mapping[str, tuple[Copy, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         copies: dict[str, list[Copy]] = {name: [] for name in self.shapes}

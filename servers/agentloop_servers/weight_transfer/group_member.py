@@ -289,9 +289,8 @@ class _VllmRank(_NcclRank):
         )
         group_id = bytes(group.broadcast_obj(None, src=0).internal)
         with torch.cuda.device(device), unpinned_nccl_env():
-            self._communicator = self._join(
-                group_id, lambda: None, find_nccl_library()
-            )  # as vLLM's trainer loads it
+            # As vLLM's trainer loads it.
+            self._communicator = self._join(group_id, lambda: None, find_nccl_library())
             one = torch.zeros(1, device=device)
             self._communicator.sum(
                 one.data_ptr(),

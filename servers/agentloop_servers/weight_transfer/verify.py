@@ -283,11 +283,8 @@ def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> It
     # Further rows are padding of the vocabulary.
     if weight.numel() > 0 and weight.shape[0] >= num_rows and weight.shape[1] == stored.width:
         yield weight[:num_rows, stored.first : stored.first + num_columns]
-    widths = (
-        "input_size_per_partition",
-        "input_size",
-        "embedding_dim",
-    )  # the width of a shard, a complete layer or a head
+    # The width of a shard, a complete layer or a head.
+    widths = ("input_size_per_partition", "input_size", "embedding_dim")
     width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
     # A packed copy can be read only by products, here with unit vectors.
     if hasattr(layer, "cpu_linear") and width == stored.width:

@@ -640,9 +640,8 @@ async def test_a_rollout_is_of_sessions_or_of_submitted_work(site, coordinator):
     with pytest.raises(Conflict):
         await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="run", reward=0.25)))
     with pytest.raises(Conflict):
-        await coordinator.rollouts.submit(
-            "run", (make_group("g", 1),)
-        )  # as many as were recorded: no submit is repeated
+        # As many as were recorded: no submit is repeated.
+        await coordinator.rollouts.submit("run", (make_group("g", 1),))
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     with pytest.raises(Conflict):
         await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="r")))
@@ -735,9 +734,8 @@ async def test_a_claimed_rollout_is_for_sessions_from_then_on(site, coordinator)
     assert await rollouts.claim("run", ("alice", "digest")) == "alice~run"
     with pytest.raises(Conflict):
         await rollouts.submit("run", (make_group("g", 1),), RolloutTerms("alice"), ("alice", "digest"))
-    await rollouts.submit(
-        "step", (make_group("g", 1),), RolloutTerms("key-1"), ("key-1",)
-    )  # as before there was a users' file
+    # As before there was a users' file.
+    await rollouts.submit("step", (make_group("g", 1),), RolloutTerms("key-1"), ("key-1",))
     with pytest.raises(Conflict):
         await rollouts.claim("step", ("alice", "key-1"))
     assert await rollouts.claim("step", ("bob",)) == "bob~step"

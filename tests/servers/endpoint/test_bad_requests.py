@@ -338,9 +338,8 @@ async def test_38_compressed_bodies_are_not_taken(service: ChatService, bomb: by
 )
 async def test_39_too_many_headers(service: ChatService, headers: Sequence[str]) -> None:
     answers = await exchanged(service, request(JSON, f"Content-Length: {len(DATA)}", *headers, body=DATA))
-    if (
-        answers and answers[0].headers.get("content-type") == "application/json"
-    ):  # otherwise the server has not read all of it
+    # Otherwise the server has not read all of it.
+    if answers and answers[0].headers.get("content-type") == "application/json":
         check_answer(answers[0].status, answers[0].headers, answers[0].body)
     assert [answer.status for answer in answers] in ([400], [431], [])  # or it closes the connection
     await check_good(service)

@@ -419,9 +419,8 @@ async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkey
                 with pytest.raises(StorageFull, match="No space left"):
                     store.open_call("s", make_call("late"))
             assert len((await loaded(store)).calls) == 5
-            await store.close_call(
-                "s", make_call("c0", ModelCallState.FAILED), []
-            )  # the log does not contain the end; the store does
+            # The log does not contain the end; the store does.
+            await store.close_call("s", make_call("c0", ModelCallState.FAILED), [])
         store.open_call("s", make_call("late"))
         store.open_call("s", make_call("later"))
         calls = (await loaded(store)).calls

@@ -107,9 +107,8 @@ def refusal(base: Path | None = None) -> str | None:
         return f"{version.strip()} is too old: at least {'.'.join(map(str, MIN_VERSION))} is required"
     with tempfile.TemporaryDirectory(dir=base, prefix="probe-") as folder, ThreadPoolExecutor(1) as thread:
         _give(Path(folder))
-        problem = thread.submit(
-            asyncio.run, _probe(Path(folder))
-        ).result()  # in a thread: a loop may run in this one
+        # In a thread: a loop may run in this one.
+        problem = thread.submit(asyncio.run, _probe(Path(folder))).result()
     return None if problem is None else f"bwrap cannot isolate commands on this host: {' '.join(problem.split())}"
 
 

@@ -51,10 +51,8 @@ def main() -> None:
     for arguments in ((_NO_NEW_PRIVILEGES, 1, 0), (_SET_SECCOMP, _FILTER, ctypes.byref(header))):
         if libc.prctl(*arguments, 0, 0):
             sys.exit(f"confine: seccomp is not available: {os.strerror(ctypes.get_errno())}")
-    for number in (
-        signal.SIGPIPE,
-        signal.SIGXFSZ,
-    ):  # Python ignores these signals; the program must not inherit that
+    # Python ignores these signals; the program must not inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execvp(sys.argv[1], sys.argv[1:])
 

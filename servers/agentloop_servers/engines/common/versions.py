@@ -13,10 +13,8 @@ import structlog
 
 from agentloop.errors import EngineError
 
-DRIVEN = {
-    "vllm": ("0.32", "0.33"),
-    "sglang": ("0.5.17", "0.5.23"),
-}  # including their patch releases and local builds
+# Including their patch releases and local builds.
+DRIVEN = {"vllm": ("0.32", "0.33"), "sglang": ("0.5.17", "0.5.23")}
 
 _log = structlog.stdlib.get_logger(__name__)
 

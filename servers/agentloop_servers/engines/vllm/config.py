@@ -114,9 +114,8 @@ def prepare_environment(config: VllmConfig) -> None:
             "OMP_NUM_THREADS": str(config.num_threads),
         }
     if config.share is not None:
-        os.environ["VLLM_HOST_IP"] = (
-            config.share.address
-        )  # overrides the user's value, which may be another network's
+        # Overrides the user's value, which may be another network's.
+        os.environ["VLLM_HOST_IP"] = config.share.address
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

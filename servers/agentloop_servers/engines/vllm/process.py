@@ -113,9 +113,8 @@ class VllmProcess:
         construction = asyncio.create_task(self._constructed())
         try:
             self.llm = await asyncio.shield(construction)
-            await (
-                self.llm.get_supported_tasks()
-            )  # fills vLLM's cache, so that the first request does not wait for it
+            # Fills vLLM's cache, so that the first request does not wait for it.
+            await self.llm.get_supported_tasks()
             await self.on_workers(WorkerMethod.EXTEND_RUNNER, PROMPT_WINDOWS, str(WINDOW_TOKENS))
             if self._config.speculative is not None:
                 await self.on_workers(WorkerMethod.EXTEND_RUNNER, DRAFTS, "")
@@ -298,9 +297,8 @@ class VllmProcess:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             if self._config.can_constrain:
-                importlib.import_module(
-                    "xgrammar"
-                )  # import now, because the first constraint's trial has a timeout
+                # Import now, because the first constraint's trial has a timeout.
+                importlib.import_module("xgrammar")
             arguments = AsyncEngineArgs(**engine_arguments(self._config))
             from vllm.platforms import current_platform
             from vllm.v1.metrics.loggers import PrometheusStatLogger
