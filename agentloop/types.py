@@ -535,8 +535,15 @@ class TokenPath:
     @property
     def num_own_sampled_tokens(self) -> int:
         """The number of sampled tokens that its parent lacks, with masked ones."""
-        first = self._first_own
-        return sum(max(span.end - max(span.start, first), 0) for span in self.weight_versions)
+        return sum(self.own_tokens_by_version.values())
+
+    @property
+    def own_tokens_by_version(self) -> dict[int, int]:
+        """`num_own_sampled_tokens` by weight version."""
+        first, counts = self._first_own, dict[int, int]()
+        for span in self.weight_versions:
+            counts[span.version] = counts.get(span.version, 0) + max(span.end - max(span.start, first), 0)
+        return counts
 
     @property
     def num_masked_tokens(self) -> int:

@@ -182,7 +182,7 @@ class _OnLoopThread:
         self._function = function
         self._grace_s = grace_s
         self._thread: LoopThread | None = None
-        self._given_up: list[LoopThread] = []  # at most one per run that ignored its cancellation
+        self._given_up: list[LoopThread] = []  # a run that ignored its cancellation has at most one
 
     async def run(self, place: AgentPlace) -> object:
         if self._thread is None:

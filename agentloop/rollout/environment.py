@@ -269,7 +269,7 @@ class TaskTool:
     spec: ToolSpec
 
     def open_session(self, trajectory_id: str, seed: int) -> ToolSession:
-        raise InvariantBroken(f"the tool {self.spec.name!r} of an environment has no session of its own")
+        raise InvariantBroken(f"the tool {self.spec.name!r} of an environment uses the session of the environment")
 
     async def close(self) -> None:
         """Do nothing: the tool has no resources."""

@@ -52,7 +52,7 @@ class ToolSpec:
     open_timeout_s: float | None = None  # for the session's `open`; None: its sessions have no `open`
     close_timeout_s: float | None = None  # for the session's `close`; None: the toolbox's default
     environment: str = ""  # the environment whose session answers the calls; empty: the tool's own session
-    is_listed: bool = True  # False: not in the prompt; the environment tells the policy about the tool later
+    is_listed: bool = True  # False: not in the prompt; the environment describes the tool to the policy later
 
     def definition(self) -> dict[str, JSON]:
         """Return the tool in the OpenAI function format, which chat templates receive."""

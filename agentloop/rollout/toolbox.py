@@ -696,7 +696,7 @@ def capped(text: str, max_bytes: int) -> tuple[str, bool]:
     mark returns the mark alone. Lone surrogates become U+FFFD. In a text longer than MAX_COUNTED_CHARS every
     character counts as one byte, because the text beyond the limit is not encoded.
     """
-    size = len(text) if text.isascii() or len(text) > MAX_COUNTED_CHARS else None  # of the complete text, in bytes
+    size = len(text) if text.isascii() or len(text) > MAX_COUNTED_CHARS else None  # bytes of the complete text
     prefix = text if size is None else text[: max_bytes + 1]
     try:
         encoded = prefix.encode()

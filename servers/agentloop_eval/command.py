@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,8 @@ from agentloop.client.rollout import load_tasks
 from agentloop.errors import InvalidRequest
 from agentloop.rollout.environment import tasks_of
 from agentloop.types import RolloutTask
-from agentloop_eval.evaluation import PRIORITY, Evaluation, evaluate
-from agentloop_eval.figures import Figures, Interval, categories_of, compare, figures_of
+from agentloop_eval.evaluation import FILE_NAME, PRIORITY, Evaluation, evaluate
+from agentloop_eval.figures import Figures, Interval, compare, figures_of, rows_of
 from agentloop_servers.cli.run import ServiceAddress
 from agentloop_servers.cli.terminal import (
     DEFAULT_URL,
@@ -79,14 +80,15 @@ def run(
     with clear_errors():
         chosen = _chosen_tasks(environments or [], tasks, task_seed, task_count)
         folder = out or _new_folder()
-        if (folder / "evaluation.json").exists():
+        if (folder / FILE_NAME).exists():
             raise InvalidRequest(f"{folder} has an evaluation already: choose another --out", param="--out")
         address = ServiceAddress(url, api_key, None)
         result = run_to_end(_evaluated(address, chosen, samples, pass_at, priority, console))
         path = result.save(folder)
-    console.print(_table(result))
+    figures = {category: figures_of(result, category) for category in rows_of(result)}
+    console.print(_table(figures))
     console.print(_LEGEND, highlight=False, markup=False)
-    _print_details(console, figures_of(result))
+    _print_details(console, figures[None])
     console.print(f"written to {path}", highlight=False, soft_wrap=True)
 
 
@@ -99,21 +101,19 @@ def compare_evaluations(
     with clear_errors():
         first, second = Evaluation.load(before), Evaluation.load(after)
         table = _new_table("category", "tasks", "pass@1 change %", "reward change", "better", "worse")
-        categories = categories_of(first)
-        for category in [*(categories if len(categories) > 1 else []), None]:
-            found = compare(first, second, category)
+        for category in rows_of(first):
+            change = compare(first, second, category)  # the last one is of all tasks
             table.add_row(
                 "all" if category is None else category,
-                str(found.num_tasks),
-                _percent(found.pass_at_1, "+"),
-                f"{found.mean_reward.mean:+.3f}",
-                str(found.num_better),
-                str(found.num_worse),
+                str(change.num_tasks),
+                _percent(change.pass_at_1, "+"),
+                f"{change.mean_reward.mean:+.3f}",
+                str(change.num_better),
+                str(change.num_worse),
             )
     console = Console()
     console.print(table)
-    change = compare(first, second).pass_at_1
-    verdict = "excludes zero" if change.excludes_zero else "contains zero: no difference is shown"
+    verdict = "excludes zero" if change.pass_at_1.excludes_zero else "contains zero: no difference is shown"
     console.print(f"The 95 % confidence interval of the pass@1 change {verdict}.", highlight=False)
 
 
@@ -157,12 +157,10 @@ async def _evaluated(
             )
 
 
-def _table(evaluation: Evaluation) -> Table:
-    rates = "pass@1 %", f"pass@{evaluation.num_samples} %"
+def _table(figures: Mapping[str | None, Figures]) -> Table:
+    rates = "pass@1 %", f"pass@{figures[None].k} %"
     table = _new_table("category", "tasks", "samples", "errors", *rates, "reward")
-    categories = categories_of(evaluation)
-    for category in [*(categories if len(categories) > 1 else []), None]:
-        one = figures_of(evaluation, category)
+    for category, one in figures.items():
         table.add_row(
             "all" if category is None else category,
             str(one.num_tasks),

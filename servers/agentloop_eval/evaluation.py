@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import orjson
 
 from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest
@@ -59,7 +58,7 @@ class Evaluation:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE_NAME
         with path.open("xb") as file:
-            file.write(orjson.dumps(msgspec.to_builtins(self), option=orjson.OPT_INDENT_2))
+            file.write(msgspec.json.format(msgspec.json.encode(self)))
         return path
 
     @staticmethod
@@ -109,10 +108,7 @@ def sample_of(record: Trajectory) -> SampleResult:
     """Return the result of a record."""
     versions: Counter[str] = Counter()
     for path in record.paths:
-        for span in path.weight_versions:
-            # A token that several paths share counts in the path whose mask has it.
-            first = max(span.start, path.num_shared - len(path.prompt_ids), 0)
-            versions[str(span.version)] += max(0, span.end - first)
+        versions.update({str(version): count for version, count in path.own_tokens_by_version.items()})
     seconds = 0.0 if record.times is None else record.times.ended_us / 1e6
     reason, num_tokens = record.stop_reason.value, versions.total()
     if record.is_complete and record.reward is not None:

@@ -108,13 +108,14 @@ def figures_of(evaluation: Evaluation, category: str | None = None) -> Figures:
         median_seconds=float(np.median([sample.seconds for sample in samples])) if samples else 0.0,
         stop_reasons=Counter(sample.stop_reason for sample in samples),
         errors=Counter(sample.error for sample in samples if sample.reward is None),
-        version_shares={name: count / total for name, count in sorted(versions.items())} if total else {},
+        version_shares={name: versions[name] / total for name in sorted(versions, key=int) if total},
     )
 
 
-def categories_of(evaluation: Evaluation) -> list[str]:
-    """Return the categories in the order of the tasks."""
-    return list(dict.fromkeys(task.category for task in evaluation.tasks))
+def rows_of(evaluation: Evaluation) -> list[str | None]:
+    """Return the rows of a table: the categories, if there are several, in the order of the tasks; None for all."""
+    categories = list(dict.fromkeys(task.category for task in evaluation.tasks))
+    return [*(categories if len(categories) > 1 else []), None]
 
 
 def compare(before: Evaluation, after: Evaluation, category: str | None = None) -> Comparison:

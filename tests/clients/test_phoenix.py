@@ -14,7 +14,7 @@ from aiohttp import ClientError, ClientSession
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Message, RolloutTask, Trajectory
-from agentloop_servers.net.tcp import listening_socket
+from agentloop_servers.net.tcp import free_ports
 from agentloop_view.export import export_records
 from tests.parts.traces import test_tracing
 from tests.support.service.whole_service import simulated_config, whole_service
@@ -22,14 +22,6 @@ from tests.support.service.whole_service import simulated_config, whole_service
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PHOENIX = Path(__file__).parents[2] / ".venv" / "clients" / "phoenix" / "bin" / "phoenix"
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [listening_socket("127.0.0.1", 0) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class Phoenix:
@@ -57,7 +49,7 @@ class Phoenix:
 async def phoenix(tmp_path: Path) -> AsyncIterator[Phoenix]:
     if not PHOENIX.exists():
         pytest.skip("there is no Phoenix: `make test-clients` installs it from the package index")
-    port, grpc_port = map(str, free_ports(2))
+    port, grpc_port = map(str, free_ports(2, "127.0.0.1"))
     given = {"HOST": "127.0.0.1", "PORT": port, "GRPC_PORT": grpc_port, "WORKING_DIR": str(tmp_path / "phoenix")}
     environment = {f"PHOENIX_{name}": value for name, value in {**given, "TELEMETRY_ENABLED": "false"}.items()}
     log = (tmp_path / "phoenix.log").open("wb")

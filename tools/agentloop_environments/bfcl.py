@@ -253,10 +253,10 @@ def _are_right(entry: BfclEntry, turns: Sequence[Calls]) -> bool:
 
     The policy's results of a turn and the turns before it must contain the gold results of the turn, in any order.
     """
-    checker = import_package(CHECKER, BFCL_COMMAND)
-    apis, gold, results = Apis(entry), Apis(entry), list[str]()
     if len(turns) != len(entry.gold):
         return False  # a limit ended the conversation
+    checker = import_package(CHECKER, BFCL_COMMAND)
+    apis, gold, results = Apis(entry), Apis(entry), list[str]()
     for index, gold_calls in enumerate(entry.gold_turns()):
         results += apis.results(turns[index])
         gold_results = gold.results(gold_calls)

@@ -349,9 +349,7 @@ async def call_key(request: Request, endpoint: Endpoint, body_session_id: str | 
     if (idempotency_key := request.headers.get(IDEMPOTENCY_HEADER)) is not None:
         digest.update(b"\0" + idempotency_key.encode())
         return CallKey(digest.digest(), min(max(count, 1), _MAX_RETRY_COUNT)), session_id
-    num_refused = (
-        0 if session_id is None else endpoint.num_refused(caller_of(request).owner, session_id, digest.digest())
-    )
+    num_refused = endpoint.num_refused(caller_of(request).owner, session_id, digest.digest())
     return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT), False, num_refused), session_id
 
 

@@ -145,9 +145,9 @@ class Endpoint:
         if self.shards is not None:
             self.shards.check_is_here(session_id)
 
-    def num_refused(self, owner: str, session_id: str, digest: bytes) -> int:
+    def num_refused(self, owner: str, session_id: str | None, digest: bytes) -> int:
         """Return the number of a session's equal first attempts that were rejected (`noting_refusal`)."""
-        return self._num_refused.get(owner, {}).get((session_id, digest), 0)
+        return 0 if session_id is None else self._num_refused.get(owner, {}).get((session_id, digest), 0)
 
     @contextmanager
     def noting_refusal(

@@ -17,6 +17,7 @@ from agentloop.errors import InvalidRequest, ToolError, ToolLost
 from agentloop.rollout.tool import tools_at
 from agentloop.rollout.toolbox import Toolbox, ToolScope
 from agentloop.types import RolloutTask, ToolCall, ToolResult
+from agentloop_servers.net.tcp import free_ports
 from agentloop_tools.mcp import McpTools
 from tests.support.fleet.worker import task
 from tests.support.service.mcp_fake import Reply, fake_mcp
@@ -54,12 +55,6 @@ async def answer(scope: ToolScope, name: str, **arguments: object) -> ToolResult
     return result
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def serving(port: int) -> subprocess.Popen[bytes]:
     """Start the server over HTTP, and wait until its port is open."""
     process = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)
@@ -76,7 +71,7 @@ def serving(port: int) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     """The port of a server that runs as long as this module's tests."""
-    number = free_port()
+    number = free_ports(1, "127.0.0.1")[0]
     process = serving(number)
     yield number
     process.kill()
@@ -152,7 +147,7 @@ async def test_each_trajectory_has_a_server_of_its_own_for_all_its_tools() -> No
 
 @pytest.mark.slow
 async def test_a_server_that_went_away_is_found_again_and_one_that_stays_away_is_named_in_a_line() -> None:
-    number = free_port()
+    number = free_ports(1, "127.0.0.1")[0]
     process = serving(number)
     server = McpTools(url(number), connect_timeout_s=2.0)
     try:
@@ -192,7 +187,7 @@ async def answer_in_a_new_scope(server: McpTools) -> ToolResult:
 def test_one_that_cannot_be_reached_is_refused_where_it_is_loaded(server, says: str, monkeypatch) -> None:
     monkeypatch.setattr("agentloop_tools.mcp.FIRST_PAUSE_S", 0.001)
     if isinstance(server, str):
-        server = server.format(port=free_port())
+        server = server.format(port=free_ports(1, "127.0.0.1")[0])
     with pytest.raises(InvalidRequest, match=says) as refused:
         McpTools(server, connect_timeout_s=10.0).tools()
     assert "\n" not in refused.value.message

@@ -70,7 +70,7 @@ def pack(outputs: Sequence[Any], logprobs: Any) -> None:
 
 
 def unpack(outputs: Sequence[Any]) -> None:
-    """Set the `new_logprobs` of each output to the step's rows and the range of its own rows."""
+    """Set the `new_logprobs` of each output to the step's rows and the range of the output's rows."""
     packed = outputs[0].new_logprobs if outputs else None
     if packed is None:
         return

@@ -543,7 +543,7 @@ async def test_good_weights_are_looked_at_beside_what_is_in_flight(
     await tied_engine.pause(PauseMode.KEEP)
     await tied_engine.commit(version + 1)
     canary_s = await tied_engine.resume()
-    print(f"{num_in_flight} in flight: the look took {canary_s * 1e3:.1f} ms")
+    print(f"{num_in_flight} in flight: the canary check took {canary_s * 1e3:.1f} ms")
     assert 0 < canary_s < 5
     assert await tied_engine.resume() == 0.0
     await asyncio.gather(*asking)
