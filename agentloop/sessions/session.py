@@ -334,7 +334,7 @@ class Session:
         record = self._record
         ended_at = record.finished_at if record.finished_at is not None else self._parts.unix_time()
         times = record.times if record.state is SessionState.FINISHED else self._times(ended_at)
-        paths = token_paths(self.graph)
+        paths = token_paths(self.graph, task_messages=record.task_messages)
         trajectory = Trajectory(
             task_id=record.task_id,
             group_id=record.group_id or self.shown_id,

@@ -148,6 +148,17 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Declaration:
+    """The client's declaration of a conversation's place in the lineage, from the headers of its first call."""
+
+    parent_turn: str = ""  # the turn that it follows; empty: not declared
+    agent: str = ""  # the client's id of the agent that makes the call; empty: the main agent, or not declared
+    parent_agent: str | None = (
+        None  # the id of the agent that started `agent`, "" for the main one; None: not declared
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """A sampled turn. All arrays have the same length; `weight_versions` tile `[0, n)`.
 
@@ -214,6 +225,7 @@ class Node:
     split: Split | None = None
     images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
     begun: str = ""
+    declaration: Declaration | None = None
 
     @property
     def message(self) -> Message:

@@ -305,14 +305,18 @@ class TurnGraph:
         if walk is not None and opening is not None and num_known > opening:
             nearest = index.latest_at(walk.place)
             return Split(SplitReason.HISTORY_EDIT, nearest, self._difference(index, nearest, num_known, messages))
+        echoes = (keys[at] for at in range(len(messages) - 1, -1, -1) if messages[at].role == "assistant")
+        echoed = next((turn for key in echoes if (turn := index.replies.get(key)) is not None), None)
         if opening is not None and (root := index.openings.get(keys[opening])) is not None:
+            # Several conversations may have this opening: the one of an echoed reply is continued.
+            if echoed is not None and self._opening_key(index, echoed) == keys[opening]:
+                root = echoed
             differs_at = self._num_common(index, root, keys)
             reason = SplitReason.SYSTEM_CHANGED if differs_at <= opening else SplitReason.HISTORY_EDIT
             return Split(reason, root, self._difference(index, root, differs_at, messages))
-        for at in range(len(messages) - 1, -1, -1):
-            if messages[at].role == "assistant" and (turn := index.replies.get(keys[at])) is not None:
-                differs_at = self._num_common(index, turn, keys)
-                return Split(SplitReason.HISTORY_EDIT, turn, self._difference(index, turn, differs_at, messages))
+        if echoed is not None:
+            differs_at = self._num_common(index, echoed, keys)
+            return Split(SplitReason.HISTORY_EDIT, echoed, self._difference(index, echoed, differs_at, messages))
         latest = next(reversed(self._nodes))
         differs_at = self._num_common(index, latest, keys)
         return Split(SplitReason.NEW_CONVERSATION, None, self._difference(index, latest, differs_at, messages))
@@ -372,6 +376,11 @@ class TurnGraph:
         cause: str = "",
     ) -> Split:
         return Split(reason, from_node, token_difference(path_ids(self._nodes, nearest), prompt, decode, cause))
+
+    def _opening_key(self, index: HistoryIndex, node_id: str) -> bytes | None:
+        observed = self._root_of(node_id).observed
+        opening = opening_of(observed)
+        return None if opening is None else index.keys([observed[opening]])[0]
 
     def _root_of(self, node_id: str) -> Node:
         return self.path_of(node_id)[0]

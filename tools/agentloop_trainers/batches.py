@@ -94,8 +94,7 @@ def group_rows(trajectories: Sequence[Trajectory], *, divides_by_std: bool = Fal
     scale = float(rewards.std()) + _STD_FLOOR if divides_by_std else 1.0
     rows = []
     for trajectory in scored:
-        for place, path in enumerate(trajectory.paths):
-            reward = trajectory.reward_of(place)
+        for place, (path, reward) in enumerate(zip(trajectory.paths, trajectory.path_rewards, strict=True)):
             if reward is not None and path.is_trainable and path.response_mask.any():
                 rows.append(_row(trajectory, place, reward, (reward - baseline) / scale))
     return rows

@@ -7,7 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentloop.types import FinishReason, SplitReason, StopReason, TokenPath, Trajectory, Turn, WeightVersionSpan
+from agentloop.types import (
+    FinishReason,
+    Lineage,
+    PathKind,
+    StopReason,
+    TokenPath,
+    Trajectory,
+    Turn,
+    WeightVersionSpan,
+)
 from agentloop_trainers.batches import NO_VERSION, count_group, group_rows
 
 
@@ -88,7 +97,7 @@ def test_a_failure_of_the_service_is_in_no_baseline_and_no_row() -> None:
 
 def test_a_fork_is_several_rows_of_one_advantage_that_train_each_token_once() -> None:
     first = make_path(1, "xx", "00")
-    fork = make_path(1, "mmxx", "0011", split_reason=SplitReason.HISTORY_EDIT, parent=0, num_shared=3)
+    fork = make_path(1, "mmxx", "0011", lineage=Lineage(PathKind.CONTINUES, 0), parent=0, num_shared=3)
     rows = group_rows([make_trajectory(0, 1.0, first, fork), make_trajectory(1, 0.0, make_path(1, "x", "1"))])
     assert [(row.sample_index, row.place, row.advantage) for row in rows] == [
         (0, 0, 0.5),
@@ -99,7 +108,7 @@ def test_a_fork_is_several_rows_of_one_advantage_that_train_each_token_once() ->
 
 
 def test_paths_for_the_record_only_unscored_ones_and_empty_masks_are_left_out() -> None:
-    side = make_path(1, "xx", "00", split_reason=SplitReason.NEW_CONVERSATION)
+    side = make_path(1, "xx", "00", lineage=Lineage(PathKind.UNRELATED))
     aside = make_path(1, "x", "0", is_trainable=False)
     main = make_path(1, "xxx", "000")
     trajectory = make_trajectory(0, 1.0, main, side)
