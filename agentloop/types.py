@@ -270,6 +270,14 @@ class Limits:
     on_long_tool_response: OnExcess = OnExcess.ANSWER
 
 
+class Credit(StrEnum):
+    """The paths that receive the trajectory's reward. A path's own reward always takes precedence."""
+
+    TRAJECTORY = "trajectory"  # all paths
+    LINEAGE = "lineage"  # the main conversation, and the sub-agents whose results it used
+    MAIN = "main"  # the main conversation
+
+
 @dataclass(frozen=True, slots=True)
 class Judge:
     """A reward by another model of the service, which reads the rubric and the conversation.
@@ -287,7 +295,7 @@ class RolloutTask(SamplingOptions):
 
     `stop` are stop strings. `loop`, `reward` and `environment` are registered names or import paths
     (`my_package.my_loop:MyLoop`); `reward` may be a `Judge`. `tools` are names that the service configures, in
-    addition to the environment's tools.
+    addition to the environment's tools. `credit` selects the paths that receive the reward.
     """
 
     task_id: str
@@ -302,6 +310,7 @@ class RolloutTask(SamplingOptions):
     tool_setup: Mapping[str, JSON] = field(default_factory=dict)  # by tool: values for its `open`, such as files
     stop: tuple[str, ...] = ()
     environment: str | None = None
+    credit: Credit = Credit.LINEAGE
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         """Return the sampling parameters of a turn with at most `max_tokens`."""
@@ -487,14 +496,6 @@ class Lineage:
     parent: int | None = None  # index in `Trajectory.paths`, also of a later path; None for UNRELATED
     evidence: str = ""  # the quote that links them, or the client's declaration
     is_declared: bool = False  # the client named the parent; otherwise it was inferred
-
-
-class Credit(StrEnum):
-    """The paths that receive the trajectory's reward. A path's own reward always takes precedence."""
-
-    TRAJECTORY = "trajectory"  # all paths
-    LINEAGE = "lineage"  # the main conversation, and the sub-agents whose results it used
-    MAIN = "main"  # the main conversation
 
 
 @dataclass(frozen=True, slots=True)

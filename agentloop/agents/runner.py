@@ -115,6 +115,7 @@ async def run_agents(
             on_overflow=on_overflow,
             on_malformed_call=on_malformed_call,
             task_messages=sample.task.messages,
+            credit=sample.task.credit,
         )
 
     runner = _SampleRunner(program, open_session, limits, rewards)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -430,6 +430,9 @@ def _reward_shape(value: Any) -> str:
     return "~text" if isinstance(value, str) else "~judge"
 
 
+CreditName: TypeAlias = Literal["trajectory", "lineage", "main"]
+
+
 class TaskBody(SamplingOptionsBody):
     """A `RolloutTask`. The lines of task files have the same fields."""
 
@@ -451,6 +454,7 @@ class TaskBody(SamplingOptionsBody):
     template_kwargs: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
     tool_setup: dict[Name, Json] = Field(default_factory=dict, max_length=MAX_TASK_TOOLS)
     environment: EnvironmentName | None = None
+    credit: CreditName = _TASK.credit.value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -69,6 +69,7 @@ from agentloop.concurrency.aio import run_to_end
 from agentloop.engine.interface import MemoryTag, PushSource
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, NotFound
 from agentloop.types import (
+    Credit,
     Generation,
     KVPolicy,
     Message,
@@ -249,6 +250,7 @@ class RolloutClient:
         share: float = 1.0,
         max_running: int | None = None,
         adapter: str | None = None,
+        credit: Credit | None = None,
         timeout_s: float = 3600.0,
     ) -> Rollout:
         """Submit tasks, each sampled `num_samples` times. Returns once the service has stored all of them durably.
@@ -265,13 +267,16 @@ class RolloutClient:
         Scheduling: samples of a higher `priority` always start first, so an evaluation overtakes training. Runs of
         equal priority share the capacity in proportion to `share`. At most `max_running` trajectories of a run are
         live. Without these options and without a `run_id`, the work of one key starts in submit order. With an
-        `adapter`, all turns are sampled under it, and weight versions are the adapter's.
+        `adapter`, all turns are sampled under it, and weight versions are the adapter's. `credit` replaces the
+        `credit` of all tasks.
 
         While the service's queue is full, the tasks are submitted in smaller parts as capacity becomes available.
         After `timeout_s`, DeadlineExceeded is raised. If a submit fails, its accepted parts are cancelled. Raises
         InvalidRequest for an invalid task.
         """
         self._warn_of_truncation(tasks)
+        if credit is not None:
+            tasks = [replace(task, credit=credit) for task in tasks]
         bodies = [_with_lists(task_fields(task)) for task in tasks]
         has_limit = max_staleness is not None or trajectories_per_version is not None
         if has_limit or max_running is not None or share != 1.0:
@@ -407,6 +412,7 @@ class RolloutClient:
         task_messages: Iterable[Message] = (),
         weight_version: VersionDemand | None = None,
         adapter: str | None = None,
+        credit: Credit = Credit.LINEAGE,
         max_retries: int = 2,
         timeout_s: float = 600.0,
     ) -> AgentSession:
@@ -414,15 +420,15 @@ class RolloutClient:
 
         The record is sample `sample_index` of `group_id`, by default of a new group. A session that is not finished
         within `ttl_s` ends with an incomplete record. `max_retries` and `timeout_s` are for its OpenAI client.
-        `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version` and `adapter` are described at
-        `NewSessionBody`.
+        `NewSessionBody` describes `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version`, `adapter`
+        and `credit`.
         """
         # The client chooses the id, so that a retried request creates only one session.
         names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
         place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
         demand = None if weight_version is None else codec.to_builtins(weight_version)
         policy = {"on_overflow": on_overflow, "on_malformed_call": on_malformed_call, "weight_version": demand}
-        policy |= {"adapter": adapter}
+        policy |= {"adapter": adapter, "credit": str(credit)}
         messages = [{"role": message.role, "content": message.content} for message in task_messages]
         body = check_body({**names, **place, **policy, "task_messages": messages}, NewSessionBody)
         return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)

@@ -475,6 +475,7 @@ class TrajectoryRun:
             trace_link=assignment.trace_link,
             adapter=assignment.adapter,
             end_reason=self._end_reason,
+            credit=self._task.credit,
             restart_reason="" if self._journal is None else self._journal.restart_reason,
         )
         return ended(trajectory)

@@ -357,6 +357,7 @@ class Session:
             constraints=dict(self.graph.constraints),
             traceparent=record.traceparent,
             adapter=record.adapter,
+            credit=record.credit,
         )
         # The stop reason depends on the main path, which the trajectory selects.
         stop_reason = self._stop_reason(trajectory.path if paths else None)
@@ -620,6 +621,7 @@ class Session:
                 split=prompt.split,
                 images=prompt.observed_images,
                 begun=live.chat_call.begun,
+                declaration=live.chat_call.declaration,
             )
             for choice_index, reply in enumerate(replies)
         )

@@ -54,7 +54,6 @@ class _Lineages:
         self._nodes = nodes
         self._number = {node.node_id: number for number, node in enumerate(nodes)}
         self._owner = {turn.turn_id: place for place, path in enumerate(paths) for turn in path.own_turns}
-        self._roots = [self._root(path) for path in paths]
         self._conversations = sorted(self._joined(), key=lambda one: one.first)
         self._of_place = {place: one for one in self._conversations for place in one.places}
 
@@ -116,27 +115,31 @@ class _Lineages:
                 for turn in self._paths[place].own_turns
             ] or [len(self._nodes)]
             is_single_turn = max(len(self._paths[place].turns) for place in places) < 2
-            declaration = _declaration(self._roots[begin])
+            declaration = _declaration(self._first_own(begin))
             yield _Conversation(sorted(places), begin, min(turns), max(turns), is_single_turn, declaration)
 
     def _begins(self, place: int) -> bool:
         """Return True if a path does not continue another path's conversation."""
-        path, root = self._paths[place], self._roots[place]
+        path = self._paths[place]
         if path.split_reason in (None, SplitReason.NEW_CONVERSATION) or path.parent is None:
             return True
+        # A client that declares another agent or a parent turn knows better than the comparison of histories.
+        mine, parents = _declaration(self._first_own(place)), _declaration(self._first_own(path.parent))
+        if mine.parent_agent is not None and mine.agent != parents.agent:
+            return True  # also if it inherits the history of the agent that started it
         if path.num_shared:
             return False
-        # A client that declares another agent or a parent turn knows better than the comparison of histories.
-        mine, parents = _declaration(root), _declaration(self._roots[path.parent])
-        if mine.parent_turn or mine.agent != parents.agent:
+        if mine.parent_turn:
             return True
         if path.split_reason in (SplitReason.SYSTEM_CHANGED, SplitReason.TOOLS_CHANGED):
             # A call for a title, for example, repeats only the user's text: only an echoed turn is a continuation.
             return sum(message.role == "assistant" for message in path.messages) <= len(path.turns)
         return False
 
-    def _root(self, path: TokenPath) -> Node | None:
-        number = self._number.get(path.turns[0].turn_id) if path.turns else None
+    def _first_own(self, place: int) -> Node | None:
+        """Return the first turn that a path does not share; None for the last turn of a loop."""
+        own = self._paths[place].own_turns
+        number = self._number.get(own[0].turn_id) if own else None
         return None if number is None else self._nodes[number]
 
     def _place(self, number: int) -> int:
@@ -178,7 +181,7 @@ class _Lineages:
     def _compacted(self, conversation: _Conversation) -> Lineage | None:
         """Link a conversation to an ended one that its first prompt quotes."""
         # A single call whose reply nothing uses leads nowhere: it asks for a title or a commit message.
-        root = self._roots[conversation.begin]
+        root = self._first_own(conversation.begin)
         if root is None or (conversation.is_single_turn and conversation.begin not in self._uses):
             return None
         sources = [
@@ -232,13 +235,13 @@ class _Lineages:
 
     def _continued(self, place: int) -> Lineage:
         """Return the lineage of a path that is not the first of its conversation."""
-        path, root = self._paths[place], self._roots[place]
-        if path.split_reason is SplitReason.BRANCH and path.own_turns:
-            number = self._number.get(path.own_turns[0].turn_id)
-            if number is not None and self._num_samples[_prompt_of(self._nodes[number])] > 1:
-                return Lineage(PathKind.RETRIES, path.parent)
-        if path.split_reason is SplitReason.HISTORY_EDIT and path.num_shared == 0 and root is not None:
-            quotes = self._quotes.get(root.node_id, ())
+        path, first = self._paths[place], self._first_own(place)
+        if first is None:
+            return Lineage(PathKind.CONTINUES, path.parent)
+        if path.split_reason is SplitReason.BRANCH and self._num_samples[_prompt_of(first)] > 1:
+            return Lineage(PathKind.RETRIES, path.parent)
+        if path.split_reason is SplitReason.HISTORY_EDIT and path.num_shared == 0:
+            quotes = self._quotes.get(first.node_id, ())
             mine = [quote for quote in quotes if self._conversation(quote.reply) is self._of_place[place]]
             if mine:
                 return Lineage(PathKind.COMPACTS, path.parent, self._evidence(mine[-1]))

@@ -56,6 +56,7 @@ class TurnGraph:
         self._last_child: dict[str, str] = {}
         self._num_tokens = self._num_chars = self._num_alternatives = self._num_raw = 0
         self._constraints: dict[str, str] = {}
+        self.parent_agents: dict[str, str] = {}  # declared, by agent; read-only for other classes
         self._not_indexed: list[Node] = []  # added since the last match
         self._prefixes = PrefixIndex(self._nodes)
         self._num_messages: dict[str, int] = {}  # on a node's path, with its reply
@@ -144,6 +145,8 @@ class TurnGraph:
         if reply.constraint and reply.sampling is not None:
             self._num_chars += len(reply.constraint)
             self._constraints[reply.sampling.constraint_digest] = reply.constraint
+        if node.declaration is not None and node.declaration.parent_agent is not None:
+            self.parent_agents[node.declaration.agent] = node.declaration.parent_agent
         self._not_indexed.append(node)
 
     def match(
