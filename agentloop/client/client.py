@@ -278,14 +278,11 @@ class RolloutClient:
         if credit is not None:
             tasks = [replace(task, credit=credit) for task in tasks]
         bodies = [_with_lists(task_fields(task)) for task in tasks]
-        has_limit = max_staleness is not None or trajectories_per_version is not None
-        if has_limit or max_running is not None or share != 1.0:
+        staleness = _staleness_fields(max_staleness, on_stale, trajectories_per_version)
+        if staleness or max_running is not None or share != 1.0:
             run_id = run_id or _new_id()  # the limits apply to all parts together
         options: dict[str, Any] = {"num_samples": num_samples, "keep": keep, "run_id": run_id, "priority": priority}
-        options |= {"share": float(share), "max_running": max_running, "adapter": adapter}
-        if has_limit:
-            options |= {"max_staleness": max_staleness, "on_stale": on_stale.value}
-            options |= {"trajectories_per_version": trajectories_per_version}
+        options |= {"share": float(share), "max_running": max_running, "adapter": adapter, **staleness}
         rollout = Rollout(self)
         try:
             async with asyncio.timeout(timeout_s):
@@ -694,6 +691,16 @@ def _next_scores(prompts: Sequence[dict[str, Any]], begin: int, top_k: int) -> S
             break
         end += 1
     return prompts[begin:end]
+
+
+def _staleness_fields(
+    max_staleness: int | None, on_stale: OnStale, trajectories_per_version: int | None
+) -> dict[str, Any]:
+    """Return the fields of a submission's staleness limit; empty without one."""
+    if max_staleness is None and trajectories_per_version is None:
+        return {}
+    per_version = {"trajectories_per_version": trajectories_per_version}
+    return {"max_staleness": max_staleness, "on_stale": on_stale.value, **per_version}
 
 
 def _with_lists(value: Any) -> Any:

@@ -34,7 +34,7 @@ def with_lineage(
 
 
 @dataclass(slots=True, eq=False)
-class _Conversation:
+class _AgentPaths:
     """Paths that continue each other. Turns are numbered in the order of their commits."""
 
     places: list[int]  # indices of its paths
@@ -100,7 +100,7 @@ class _Lineages:
 
     # Conversations
 
-    def _joined(self) -> Iterator[_Conversation]:
+    def _joined(self) -> Iterator[_AgentPaths]:
         """Join the paths to conversations. Every conversation begins with exactly one path."""
         children: dict[int | None, list[int]] = {}
         for place, path in enumerate(self._paths):
@@ -116,7 +116,7 @@ class _Lineages:
             ] or [len(self._nodes)]
             is_single_turn = max(len(self._paths[place].turns) for place in places) < 2
             declaration = _declaration(self._first_own(begin))
-            yield _Conversation(sorted(places), begin, min(turns), max(turns), is_single_turn, declaration)
+            yield _AgentPaths(sorted(places), begin, min(turns), max(turns), is_single_turn, declaration)
 
     def _begins(self, place: int) -> bool:
         """Return True if a path does not continue another path's conversation."""
@@ -146,12 +146,12 @@ class _Lineages:
         """Return the path that owns a turn."""
         return self._owner[self._nodes[number].node_id]
 
-    def _conversation(self, number: int) -> _Conversation:
+    def _conversation(self, number: int) -> _AgentPaths:
         return self._of_place[self._place(number)]
 
     # Links
 
-    def _declared(self, conversation: _Conversation) -> Lineage | None:
+    def _declared(self, conversation: _AgentPaths) -> Lineage | None:
         mine = conversation.declaration
         if mine.parent_turn:
             parent = self._of_place[self._owner[mine.parent_turn]]
@@ -171,14 +171,14 @@ class _Lineages:
         evidence = f"the client named agent {mine.parent_agent or 'main'} as the parent of agent {mine.agent}"
         return Lineage(PathKind.DELEGATES, self._place(earlier[-1]), evidence, is_declared=True)
 
-    def _delegated(self, conversation: _Conversation) -> Lineage | None:
+    def _delegated(self, conversation: _AgentPaths) -> Lineage | None:
         """Link a conversation to an earlier one that uses one of its replies."""
         for quote in self._uses.get(conversation.begin, ()):
             if self._conversation(quote.prompt).first < conversation.first:
                 return Lineage(PathKind.DELEGATES, self._place(quote.prompt), self._evidence(quote))
         return None
 
-    def _compacted(self, conversation: _Conversation) -> Lineage | None:
+    def _compacted(self, conversation: _AgentPaths) -> Lineage | None:
         """Link a conversation to an ended one that its first prompt quotes."""
         # A single call whose reply nothing uses leads nowhere: it asks for a title or a commit message.
         root = self._first_own(conversation.begin)
@@ -195,7 +195,7 @@ class _Lineages:
         quote = min(sources)[2]
         return Lineage(PathKind.COMPACTS, self._place(quote.reply), self._evidence(quote))
 
-    def _used_later(self, conversation: _Conversation) -> Lineage | None:
+    def _used_later(self, conversation: _AgentPaths) -> Lineage | None:
         """Link a conversation to a later one that uses its reply and has another parent."""
         for quote in self._uses.get(conversation.begin, ()):
             user = self._conversation(quote.prompt)
@@ -204,14 +204,14 @@ class _Lineages:
                 return Lineage(PathKind.DELEGATES, self._place(quote.prompt), self._evidence(quote))
         return None
 
-    def _ancestry(self, conversation: _Conversation) -> list[_Conversation]:
+    def _ancestry(self, conversation: _AgentPaths) -> list[_AgentPaths]:
         """Return the conversation, its parent, the parent's parent, and so on."""
         ancestry = [conversation]
         while (link := ancestry[-1].link) is not None and link.parent is not None:
             ancestry.append(self._of_place[link.parent])
         return ancestry
 
-    def _main(self, task_messages: Sequence[Message]) -> _Conversation:
+    def _main(self, task_messages: Sequence[Message]) -> _AgentPaths:
         task = _opening(task_messages)
         sizes: dict[int, tuple[int, int]] = {}
         for conversation in self._conversations:
@@ -225,7 +225,7 @@ class _Lineages:
                 num_tokens + sum(path.num_own_sampled_tokens for path in own),
             )
 
-        def weight(conversation: _Conversation) -> tuple[bool, bool, tuple[int, int], int]:
+        def weight(conversation: _AgentPaths) -> tuple[bool, bool, tuple[int, int], int]:
             openings = (_opening(self._paths[place].messages) for place in conversation.places)
             is_task = bool(task) and any(opening[: len(task)] == task for opening in openings)
             is_head = conversation.link is None
