@@ -475,6 +475,7 @@ class SplitReason(StrEnum):
     TOOLS_CHANGED = "tools_changed"  # other tool definitions
     HISTORY_EDIT = "history_edit"  # a message differs, is missing or was inserted: compaction, rewriting
     AMBIGUOUS = "ambiguous"  # the history matches several turns with different tokens
+    COMPACTED = "compacted"  # the loop replaced the history, by a summary for example
     TEMPLATE = "template"  # the chat template renders earlier messages differently now
 
 

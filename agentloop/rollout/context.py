@@ -438,18 +438,19 @@ class LoopContext:
 
         Raises InvalidRequest for content that is not a string or cannot be encoded as UTF-8.
         """
-        for message in messages:
-            if not isinstance(message.content, str):
-                raise InvalidRequest(
-                    f"the content of a {message.role} message must be a str, not {type(message.content).__name__}"
-                )
-            try:
-                message.content.encode()
-            except UnicodeEncodeError as error:
-                raise InvalidRequest(
-                    f"the content of a {message.role} message cannot be encoded as UTF-8: {error}"
-                ) from error
+        _check_contents(messages)
         self._path.observe(*messages)
+
+    def replace_history(self, *messages: Message) -> None:
+        """Replace the conversation by `messages`, such as the task's messages and a summary.
+
+        The next turn's prompt has only these messages, and begins a new token path that `compacts` the present one.
+        Raises InvalidRequest before the first turn, and as `observe` does.
+        """
+        if self._path.last_turn is None:
+            raise InvalidRequest("no turn was sampled from the last prompt: call ctx.sample() first")
+        _check_contents(messages)
+        self._path.replace_history(messages)
 
     async def _observe_pending(self, wanted: int | None) -> None:
         """Add the token ids of pending messages to the path. Raises LimitReached if the next turn does not fit."""
@@ -538,3 +539,17 @@ class LoopContext:
             deadline=self.deadline,
             stopwatch=self.stopwatch,
         )
+
+
+def _check_contents(messages: Sequence[Message]) -> None:
+    for message in messages:
+        if not isinstance(message.content, str):
+            raise InvalidRequest(
+                f"the content of a {message.role} message must be a str, not {type(message.content).__name__}"
+            )
+        try:
+            message.content.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the content of a {message.role} message cannot be encoded as UTF-8: {error}"
+            ) from error

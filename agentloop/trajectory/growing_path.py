@@ -47,6 +47,7 @@ class GrowingPath:
         self._context_ids: list[int] = []
         self._context_images: tuple[ImageSpan, ...] = ()
         self._turn: _OpenTurn | None = None
+        self._replaced: str | None = None  # the last turn of the history that the next root replaces
         self._versions: set[int] = set()
         self._is_masked: list[Callable[[int], bool]] = []
 
@@ -95,7 +96,7 @@ class GrowingPath:
 
     @property
     def is_started(self) -> bool:
-        """True after the first prompt."""
+        """True after the first prompt of the current root."""
         return self._turn is not None
 
     @property
@@ -146,14 +147,25 @@ class GrowingPath:
         self._messages += messages
         self._pending += messages
 
+    def replace_history(self, messages: Iterable[Message]) -> None:
+        """Replace the conversation: the next prompt is a new root with `messages`, which `start` adds.
+
+        Raises InvariantBroken if no turn was sampled from the last prompt.
+        """
+        self._replaced, self._turn = self._end_node(self._current()), None
+        self._messages = list(messages)
+        self._pending.clear()
+        self._context_ids, self._context_images = [], ()
+
     def start(self, prompt_ids: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> None:
-        """Add the first prompt, with the conversation so far. Raises InvariantBroken if there is a prompt.
+        """Add the first prompt of a root: the conversation so far. Raises InvariantBroken if there is a prompt.
 
         Here and below, the offsets of `images` are into the ids of the same call.
         """
         if self._turn is not None:
             raise InvariantBroken("a trajectory starts once; use extend_to")
-        self._begin_root(prompt_ids, images, None)
+        split = None if self._replaced is None else Split(SplitReason.COMPACTED, self._replaced)
+        self._begin_root(prompt_ids, images, split)
 
     def add_observed(self, token_ids: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> None:
         """Append the tokens of the pending messages."""

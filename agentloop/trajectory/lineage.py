@@ -236,6 +236,8 @@ class _Lineages:
     def _continued(self, place: int) -> Lineage:
         """Return the lineage of a path that is not the first of its conversation."""
         path, first = self._paths[place], self._first_own(place)
+        if path.split_reason is SplitReason.COMPACTED:
+            return Lineage(PathKind.COMPACTS, path.parent, "the loop replaced its history", is_declared=True)
         if first is None:
             return Lineage(PathKind.CONTINUES, path.parent)
         if path.split_reason is SplitReason.BRANCH and self._num_samples[_prompt_of(first)] > 1:
