@@ -266,9 +266,8 @@ class RolloutClient:
 
         Scheduling: samples of a higher `priority` always start first, so an evaluation overtakes training. Runs of
         equal priority share the capacity in proportion to `share`. At most `max_running` trajectories of a run are
-        live. Without these options and without a `run_id`, the work of one key starts in submit order. With an
-        `adapter`, all turns are sampled under it, and weight versions are the adapter's. `credit` replaces the
-        `credit` of all tasks.
+        live. Without these options and without a `run_id`, the work of one key starts in submit order. An `adapter`
+        samples all turns, and weight versions are its versions. `credit` replaces the `credit` of all tasks.
 
         While the service's queue is full, the tasks are submitted in smaller parts as capacity becomes available.
         After `timeout_s`, DeadlineExceeded is raised. If a submit fails, its accepted parts are cancelled. Raises

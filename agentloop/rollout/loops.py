@@ -55,8 +55,8 @@ class SingleTurn:
 
 
 SUMMARY_REQUEST = (
-    "The context is nearly full. Write a summary of everything that is needed to finish the task: what was done, "
-    "what was found, and what remains to do. It replaces this conversation."
+    "The context is nearly full. Write a summary with everything that you need to finish the task: completed "
+    "steps, results, and remaining steps. The summary replaces this conversation."
 )
 
 

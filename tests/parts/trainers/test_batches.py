@@ -107,6 +107,17 @@ def test_a_fork_is_several_rows_of_one_advantage_that_train_each_token_once() ->
     assert sum(int(row.mask.sum()) for row in rows) == 5
 
 
+def test_weights_count_tokens_or_trajectories_equally() -> None:
+    first = make_path(1, "xx", "00")
+    fork = make_path(1, "mmxxxx", "001111", lineage=Lineage(PathKind.COMPACTS, 0))
+    group = [make_trajectory(0, 1.0, first, fork), make_trajectory(1, 0.0, make_path(1, "xx", "11"))]
+    by_token, by_trajectory = group_rows(group), group_rows(group, weights="per_trajectory")
+    assert [row.weight for row in by_token] == pytest.approx([1 / 8] * 3)
+    assert [row.weight for row in by_trajectory] == pytest.approx([1 / 12, 1 / 12, 1 / 4])
+    for rows in (by_token, by_trajectory):
+        assert sum(row.weight * int(row.mask.sum()) for row in rows) == pytest.approx(1.0)
+
+
 def test_paths_for_the_record_only_unscored_ones_and_empty_masks_are_left_out() -> None:
     side = make_path(1, "xx", "00", lineage=Lineage(PathKind.UNRELATED))
     aside = make_path(1, "x", "0", is_trainable=False)
