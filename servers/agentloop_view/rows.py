@@ -291,7 +291,6 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "times": None if trajectory.times is None else _times(trajectory.times),
             "branch": branch,
             "num_branches": len(trajectory.paths),
-            "split_reason": None if path.split_reason is None else path.split_reason.value,
             "attempt": trajectory.attempt,
             "error": trajectory.error,
             "reward_error": trajectory.reward_error,
@@ -311,12 +310,8 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "num_resampled_turns": trajectory.num_resampled_turns,
             "num_resumed_turns": trajectory.num_resumed_turns,
             "restart_reason": trajectory.restart_reason,
-            "parent": path.parent if path.lineage is None else path.lineage.parent,
-            "lineage": None if path.lineage is None else path.lineage.kind.value,
-            "lineage_evidence": None if path.lineage is None else path.lineage.evidence,
+            **_lineage(path),
             "credit": branch in credited,
-            "num_shared": path.num_shared,
-            "split_detail": path.split_detail,
             "thinking": trajectory.thinking.value,
             "failure": None if trajectory.failure is None else trajectory.failure.value,
             "constraints": dict(trajectory.constraints) if branch == 0 else {},
@@ -325,6 +320,18 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
         }
         for branch, path in enumerate(paths)
     ]
+
+
+def _lineage(path: TokenPath) -> Row:
+    lineage = path.lineage
+    return {
+        "parent": path.parent if lineage is None else lineage.parent,
+        "lineage": None if lineage is None else lineage.kind.value,
+        "lineage_evidence": None if lineage is None else lineage.evidence,
+        "num_shared": path.num_shared,
+        "split_reason": None if path.split_reason is None else path.split_reason.value,
+        "split_detail": path.split_detail,
+    }
 
 
 def _facts(trajectory: Trajectory) -> Row:

@@ -95,7 +95,7 @@ def group_rows(
     trainable are omitted.
 
     The group's loss is the sum over its rows of `weight` times the sum of the row's token losses. The weights of
-    all trained tokens sum to 1. With `per_token` every trained token has the weight 1 / (trained tokens of the group).
+    all trained tokens sum to 1. With `per_token` every token has the weight 1 / (trained tokens of the group).
     With `per_trajectory` it has the weight 1 / (trajectories with rows x trained tokens of its trajectory), so that
     a trajectory with many paths counts as much as one with a single path.
     """
