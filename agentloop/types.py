@@ -7,7 +7,7 @@ trainer's counter, an integer from 0 on. `values/sampling.py` has the sampling p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
@@ -523,7 +523,8 @@ class TokenPath:
     parent: int | None = None  # index of the path that it branches from
     num_shared: int = 0  # tokens of prompt and response that it shares with its parent
     split_detail: str | None = None  # the first difference as text, old and new
-    lineage: Lineage | None = None  # None for the path with which the main conversation begins
+    lineage: Lineage | None = None  # None for the path with which its agent's main conversation begins
+    agent: str = ""  # its agent in a loop of several agents; empty: the main agent
     messages: tuple[Message, ...] = ()  # its conversation; the last ones may follow the last turn
     reward: float | None = None  # for this path, if set: see `Trajectory.reward_of`
     token_rewards: FloatArray | None = None  # one per response token, if set
@@ -634,6 +635,7 @@ class Trajectory:
     adapter: str = ""  # it sampled all turns, and its versions are the weight versions; empty: the base weights
     end_reason: str = ""  # the environment's reason for the end of the episode
     credit: Credit = Credit.LINEAGE
+    agent_rewards: Mapping[str, float] = field(default_factory=dict)  # of agents with their own reward, by name
     restart_reason: str = ""  # why it started again from its first turn after a lost worker
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # its unmasked tokens' staleness when the coordinator received it
@@ -642,17 +644,20 @@ class Trajectory:
     def main_conversation(self) -> tuple[int, ...]:
         """Indices in `paths` of the main conversation's paths, ascending; empty if nothing was rendered.
 
-        It begins with the path without a `lineage` and includes the paths that continue, retry or compact it.
+        It begins with the path without a `lineage` and includes the paths that continue, retry or compact it. In a
+        loop of several agents it is the main agent's, or the first agent's if the main agent sampled nothing.
         """
-        return _linked(self.paths, _SAME_AGENT)
+        linked = _linked(self.paths, _SAME_AGENT)
+        return tuple(index for index in linked if self.paths[index].agent == self.paths[0].agent)
 
     @property
     def credited_paths(self) -> tuple[int, ...]:
         """Indices in `paths` of the paths that `credit` gives the trajectory's reward, ascending."""
         if self.credit is Credit.TRAJECTORY:
             return tuple(range(len(self.paths)))
-        is_main = self.credit is Credit.MAIN
-        return _linked(self.paths, _SAME_AGENT if is_main else _SAME_AGENT | {PathKind.DELEGATES})
+        if self.credit is Credit.MAIN:
+            return self.main_conversation
+        return _linked(self.paths, _SAME_AGENT | {PathKind.DELEGATES})
 
     @property
     def path(self) -> TokenPath:
@@ -669,11 +674,31 @@ class Trajectory:
 
     @property
     def path_rewards(self) -> tuple[float | None, ...]:
-        """The reward of each path for training: its own, else the trajectory's if it is credited, else None."""
-        credited = set(self.credited_paths)
+        """The reward of each path for training: its own, else its agent's or the trajectory's if it is credited."""
+        credited, by_agent = set(self.credited_paths), self.agent_rewards
         return tuple(
-            self.reward if path.reward is None and index in credited else path.reward
+            by_agent.get(path.agent, self.reward) if path.reward is None and index in credited else path.reward
             for index, path in enumerate(self.paths)
+        )
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents that have paths, in the order of their first paths."""
+        return tuple(dict.fromkeys(path.agent for path in self.paths))
+
+    def of_agent(self, name: str) -> Trajectory:
+        """Return the record of one agent: its paths, and its reward, or the trajectory's if it has none.
+
+        Raises NotFound for an agent without paths.
+        """
+        kept = [index for index, path in enumerate(self.paths) if path.agent == name]
+        if not kept:
+            raise NotFound(f"no agent {name!r} sampled a turn; the trajectory's agents are {list(self.agents)}")
+        index_of = {old: new for new, old in enumerate(kept)}
+        paths = tuple(_moved(self.paths[index], index_of.get) for index in kept)
+        reward = self.agent_rewards.get(name, self.reward)
+        return replace(
+            self, paths=tuple(replace(path, agent="") for path in paths), reward=reward, agent_rewards={}
         )
 
     def reward_of(self, place: int) -> float | None:
@@ -730,6 +755,23 @@ class Trajectory:
         paths = tuple(replace(path, response_mask=path.response_mask & ~path.constrained) for path in self.paths)
         num_masked = self.num_sampled_tokens - sum(int(path.response_mask.sum()) for path in paths)
         return replace(self, paths=paths, num_masked_tokens=num_masked)
+
+
+def _moved(path: TokenPath, index_of: Callable[[int], int | None]) -> TokenPath:
+    """Return a path whose parents have other indices."""
+    lineage = path.lineage
+    if lineage is not None and lineage.parent is not None:
+        lineage = replace(lineage, parent=index_of(lineage.parent))
+    return replace(path, parent=None if path.parent is None else index_of(path.parent), lineage=lineage)
+
+
+def paths_of_agents(by_agent: Mapping[str, Sequence[TokenPath]]) -> tuple[TokenPath, ...]:
+    """Return the paths of all agents as those of one trajectory, with the agents' names."""
+    joined: list[TokenPath] = []
+    for name, paths in by_agent.items():
+        offset = len(joined)
+        joined += [replace(_moved(path, offset.__add__), agent=name) for path in paths]
+    return tuple(joined)
 
 
 _SAME_AGENT = frozenset({PathKind.CONTINUES, PathKind.RETRIES, PathKind.COMPACTS})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,7 @@ from agentloop.types import (
 from agentloop.values.sampled_tokens import SampledTokens
 
 REFUSAL_PAUSE_S = 1.0
+_AGENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class LoopContext:
@@ -125,6 +127,8 @@ class LoopContext:
         self._is_over = False
         self.num_tool_errors = 0
         self.generate_s, self.tool_s = 0.0, 0.0
+        self._agents: dict[str, LoopContext] = {}
+        self.is_trained = True
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -200,6 +204,11 @@ class LoopContext:
     def score(self) -> Score:
         """The score that the loop has set so far."""
         return self._score
+
+    @property
+    def contexts(self) -> Mapping[str, LoopContext]:
+        """This context under the name "", and those of the other agents."""
+        return {"": self, **self._agents}
 
     @property
     def turn_id(self) -> str:
@@ -279,6 +288,8 @@ class LoopContext:
     def close(self) -> None:
         """End the trajectory: later calls to sample or to run tools raise Conflict, also in an abandoned loop."""
         self._is_over = True
+        for agent in self._agents.values():
+            agent.close()
 
     async def _refuse(self) -> NoReturn:
         await asyncio.sleep(REFUSAL_PAUSE_S)  # a loop that catches every error must not spin
@@ -325,6 +336,54 @@ class LoopContext:
         # Do not check the turn's own staleness here: if it is the last turn, the trajectory is already complete.
         self._check_abort(reply)
         return reply
+
+    def agent(self, name: str, *messages: Message, has_tools: bool = True, is_trained: bool = True) -> LoopContext:
+        """Return the context of another agent of this trajectory, which the policy plays too.
+
+        The agent has its own conversation, which begins with `messages`, and its own reward (`set_reward`), which
+        replaces the trajectory's for its paths. The limits of the task apply to all agents together, and agents may
+        sample concurrently. The record has the paths of all agents; `Trajectory.of_agent` returns those of one.
+        Without `is_trained`, its paths are recorded, but not trainable. The trajectory cannot be resumed: if its
+        worker is lost, it starts again from its first turn.
+
+        Raises InvalidRequest for a name that is taken or is not 1 to 64 letters, digits, `_` or `-`, without
+        messages, in the context of another agent, and as `observe` does.
+        """
+        if _AGENT_NAME.fullmatch(name) is None or name in self._agents:
+            raise InvalidRequest(
+                f"agent {name[:128]!r}: expected a new name of 1 to 64 letters, digits, '_' or '-'", param="name"
+            )
+        if not messages:
+            raise InvalidRequest(f"agent {name!r} has no messages: its conversation needs a first prompt")
+        if self._path.prefix:
+            raise InvalidRequest(f"agent {name!r}: only the main agent's context can start agents")
+        _check_contents(messages)
+        if self._journal is not None:
+            self._journal.forget()
+            self._journal = None
+        agent = LoopContext(
+            self.task,
+            f"{self.trajectory_id}.{name}",
+            engine=self._engine,
+            reader=self._reader,
+            renderer=self._renderer,
+            tools=self._tools,
+            budget=self._budget,
+            kv_policy=self._kv_policy,
+            seed=self._seed,
+            turn_timeout_s=self._turn_timeout_s,
+            guard=self._guard,
+            placer=self._placer,
+            stopwatch=self.stopwatch,
+            models=self._models,
+            trace_of=self._trace_of,
+        )
+        agent._path = GrowingPath(messages, prefix=f"{name}-")
+        agent._definitions = self._definitions if has_tools else []
+        agent.is_trained = is_trained
+        agent.deadline = self.deadline
+        self._agents[name] = agent
+        return agent
 
     def model(self, name: str) -> OtherModel:
         """Return another model of the service, such as a user simulator or a judge.
@@ -530,7 +589,7 @@ class LoopContext:
                 image_data=self.task.images if self._path.context_images else (),
                 keeps_late=not task.stop,
                 keeps_kv=keeps_kv,
-                traceparent=self._trace_of(str(turn_index)),
+                traceparent=self._trace_of(self._path.next_turn_id),
                 adapter=self._engine.adapter,
                 num_known_tokens=self._path.num_known_tokens,
             ),

@@ -40,7 +40,9 @@ class _OpenTurn:
 class GrowingPath:
     """The conversation of a rollout and its tokens. Not shared between asyncio tasks."""
 
-    def __init__(self, messages: Iterable[Message] = ()) -> None:
+    def __init__(self, messages: Iterable[Message] = (), prefix: str = "") -> None:
+        """`prefix` begins the turns' ids, so that they differ from those of the trajectory's other agents."""
+        self.prefix = prefix
         self._graph = TurnGraph()
         self._messages = list(messages)
         self._pending: list[Message] = []  # observed, not yet rendered
@@ -121,7 +123,13 @@ class GrowingPath:
         if self._turn is not None and self._turn.reply is not None:
             return self._next_id
         num_turns = self._graph.num_turns
-        return str(num_turns - 1) if num_turns else None
+        return f"{self.prefix}{num_turns - 1}" if num_turns else None
+
+    @property
+    def next_turn_id(self) -> str:
+        """The id of the turn that is sampled next."""
+        is_sampled = self._turn is not None and self._turn.reply is not None
+        return f"{self.prefix}{self._graph.num_turns + is_sampled}"
 
     @property
     def context_images(self) -> tuple[ImageSpan, ...]:
@@ -269,7 +277,7 @@ class GrowingPath:
     @property
     def _next_id(self) -> str:
         """The id of the last turn: turns are numbered in the order of their sampling."""
-        return str(self._graph.num_turns)
+        return f"{self.prefix}{self._graph.num_turns}"
 
     def _tail(self) -> Tail | None:
         turn = self._turn

@@ -144,6 +144,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "num_resumed_turns": pa.int32(),
     "restart_reason": pa.string(),
     "parent": pa.int32(),
+    "agent": pa.string(),
     "lineage": pa.string(),
     "lineage_evidence": pa.string(),
     "credit": pa.bool_(),
@@ -325,6 +326,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
 def _lineage(path: TokenPath) -> Row:
     lineage = path.lineage
     return {
+        "agent": path.agent,
         "parent": path.parent if lineage is None else lineage.parent,
         "lineage": None if lineage is None else lineage.kind.value,
         "lineage_evidence": None if lineage is None else lineage.evidence,

@@ -90,7 +90,7 @@ function Paths({ paths, place, seq, query }) {
         const { lineage, split_reason, split_detail } = path;
         return html`<li key=${number} ref=${indent}>
           <a href=${link(`trajectory/${seq}`, { ...query, path: number })} aria-current=${number === place}>
-            path ${number}${lineage && html`: <strong>${lineage.kind}</strong>`}
+            path ${number}${path.agent && `, agent ${path.agent}`}${lineage && html`: <strong>${lineage.kind}</strong>`}
           </a>
           ${" "}<span class="quiet">${[split_reason, ...about].filter(Boolean).join(", ")}</span>
           ${lineage?.evidence && html`<div class="detail">${lineage.evidence}</div>`}

@@ -563,7 +563,7 @@ def long_record(num_tokens: int) -> dict[str, Any]:
         "turns": turns,
         "messages": [{**message, "name": None, "tool_call_id": None}],
         **{"split_reason": None, "parent": None, "num_shared": 0, "split_detail": None, "is_trainable": True},
-        **{"reward": None, "lineage": None},
+        **{"reward": None, "lineage": None, "agent": ""},
     }
     timings = dict.fromkeys(("queue_s", "generate_s", "tool_s", "reward_s", "total_s", "unavailable_s"), 1.0)
     record = {
