@@ -635,7 +635,7 @@ class Trajectory:
     adapter: str = ""  # it sampled all turns, and its versions are the weight versions; empty: the base weights
     end_reason: str = ""  # the environment's reason for the end of the episode
     credit: Credit = Credit.LINEAGE
-    agent_rewards: Mapping[str, float] = field(default_factory=dict)  # of agents with their own reward, by name
+    agent_rewards: Mapping[str, float] = field(default_factory=dict)  # by name, for agents with their own reward
     restart_reason: str = ""  # why it started again from its first turn after a lost worker
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # its unmasked tokens' staleness when the coordinator received it

@@ -2,9 +2,9 @@
 
     RolloutTask("nim-7", (Message("user", "7"),), loop="examples.20_self_play:Nim", limits=Limits(max_turns=40))
 
-The task's message has the number of stones. The players take one to three stones in turn, and whoever takes the
-last one wins. `agentloop_trainers.group_rows` compares the first players of a group with each other, and so the
-second players.
+The task's message has the number of stones. The players take one to three stones in turn, and the player that takes
+the last one wins. `agentloop_trainers.group_rows` compares the first players of a group with each other, and
+likewise the second players.
 """
 
 import re

@@ -124,8 +124,7 @@ class LoopContext:
         self._score = Score()
         self.deadline = Deadline()  # the loop's deadline; a running turn ends at it and keeps its tokens
         self.has_lost_call = False  # a generation was started and its tokens were not received
-        self._is_over = False
-        self.num_tool_errors = 0
+        self._is_over, self.num_tool_errors = False, 0
         self.generate_s, self.tool_s = 0.0, 0.0
         self._agents: dict[str, LoopContext] = {}
         self.is_trained = True

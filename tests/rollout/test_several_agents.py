@@ -11,7 +11,6 @@ from agentloop.errors import InvalidRequest, NotFound
 from agentloop.rollout.context import LoopContext
 from agentloop.types import Credit, Limits, Message, OnStale, RolloutTask, StalenessLimit, StopReason, Trajectory
 from agentloop.values import codec
-from agentloop_trainers import count_group, group_rows
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import RENDERER, call, ids
 from tests.support.fleet.fake_coordinator import FakeCoordinator
@@ -102,21 +101,6 @@ async def test_the_record_of_one_agent() -> None:
         NotFound, match=r"no agent 'x' sampled a turn; the trajectory's agents are \['', 'pro', 'con'\]"
     ):
         record.of_agent("x")
-
-
-async def test_each_agent_has_its_own_baseline() -> None:
-    record = await run(DEBATE, Answering(REPLIES))
-    other = replace(record, sample_index=1, reward=0.0, agent_rewards={"pro": 0.75})
-    rows = group_rows([record, other])
-    assert [(row.sample_index, row.place, row.advantage) for row in rows] == [
-        (0, 0, 0.5),
-        (1, 0, -0.5),
-        (0, 1, -0.25),
-        (1, 1, 0.25),
-    ]
-    assert count_group([record, other], rows).num_scored == 2
-    unscored = replace(record, reward=None)
-    assert [row.place for row in group_rows([unscored])] == [1]
 
 
 class Failing:

@@ -107,6 +107,23 @@ def test_a_fork_is_several_rows_of_one_advantage_that_train_each_token_once() ->
     assert sum(int(row.mask.sum()) for row in rows) == 5
 
 
+def test_each_agent_has_its_own_baseline() -> None:
+    main, pro = make_path(1, "x", "0"), make_path(1, "xx", "00", agent="pro")
+    one = replace(make_trajectory(0, 1.0, main, pro), agent_rewards={"pro": 0.25})
+    other = replace(make_trajectory(1, 0.0, main, pro), agent_rewards={"pro": 0.75})
+    rows = group_rows([one, other])
+    assert [(row.sample_index, row.place, row.advantage) for row in rows] == [
+        (0, 0, 0.5),
+        (1, 0, -0.5),
+        (0, 1, -0.25),
+        (1, 1, 0.25),
+    ]
+    assert count_group([one, other], rows).num_scored == 2
+    assert [row.place for row in group_rows([replace(one, reward=None)])] == [1]
+    without = replace(make_trajectory(2, 1.0, main, pro), agent_rewards={})
+    assert [row.reward for row in group_rows([without])] == [1.0, 1.0]
+
+
 def test_weights_count_tokens_or_trajectories_equally() -> None:
     first = make_path(1, "xx", "00")
     fork = make_path(1, "mmxxxx", "001111", lineage=Lineage(PathKind.COMPACTS, 0))
