@@ -29,6 +29,7 @@ HAPPENINGS = (
     *("cancelled", "refused other work", "acknowledged beyond"),
     *("killed two", "WeightsRefused", "folder rewritten", "rewritten folder refused"),
     *("alike: answer lost", "alike: retried", "damaged a journal", "resumed turns"),
+    *("linked by a quote", "linked by a header", "path compacts", "path delegates"),
 )
 
 
