@@ -18,6 +18,7 @@ from agentloop.concurrency.clock import VirtualClock
 from agentloop.engine.interface import OnProgress, TokenEngine, WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.context import LoopContext
+from agentloop.rollout.loops import ToolLoop
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.worker import Worker
@@ -50,6 +51,9 @@ SPEC = SimulatedSpec(
 )
 REPLIES = ("Let me think about that for a while.", "Perhaps it is five, but I am not sure.", "The answer is 5.")
 _SILENT = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger(CRITICAL))
+
+
+COMPACTING = ToolLoop(compacts_at=0.25)
 
 
 class Talk:

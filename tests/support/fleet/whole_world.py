@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 CALLS = calls_of(WorkerPort) | calls_of(FrontPort)
 EPOCH_S = 1e9
-COMPACTED_CONTEXT = 320  # tokens: two or three turns, and the request for a summary
+COMPACTED_CONTEXT = 600  # tokens: a quarter of it is a prompt and one turn
 MAX_TRIES = 400  # tries of a client's call; a call that needs more is lost
 MAX_OLD_S = 12.0  # time until the first journal, if there is one
 OWNER = ("",)
@@ -803,7 +803,7 @@ def make_groups(
         made = RolloutTask(name, messages, ("note",), limits=limits, seed=rng.choice((None, 7)))
         if has_compactions and number == 1:
             limits = replace(limits, max_turns=8, max_context_tokens=COMPACTED_CONTEXT)
-            return replace(made, loop="compacting_tool_loop", limits=limits)
+            return replace(made, loop="tests.support.fleet.live_run:COMPACTING", limits=limits)
         return made
 
     def group(number: int) -> RolloutGroup:
