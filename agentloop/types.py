@@ -673,6 +673,12 @@ class Trajectory:
         return self.paths[self.main_conversation[-1]]
 
     @property
+    def num_uncredited_tokens(self) -> int:
+        """The number of sampled tokens in paths that do not receive the trajectory's reward."""
+        credited = set(self.credited_paths)
+        return sum(path.num_own_sampled_tokens for index, path in enumerate(self.paths) if index not in credited)
+
+    @property
     def path_rewards(self) -> tuple[float | None, ...]:
         """The reward of each path for training: its own, else its agent's or the trajectory's if it is credited."""
         credited, by_agent = set(self.credited_paths), self.agent_rewards

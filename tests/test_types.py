@@ -56,6 +56,7 @@ def test_the_reward_is_for_the_paths_that_the_credit_selects() -> None:
     assert record.main_conversation == (0, 2, 5)
     assert record.path is record.paths[5]
     assert record.path_rewards == (1.0, None, 1.0, 1.0, 1.0, 1.0, None)
+    assert record.num_uncredited_tokens == 4
     assert replace(record, credit=Credit.MAIN).path_rewards == (1.0, None, 1.0, None, None, 1.0, None)
     assert replace(record, credit=Credit.TRAJECTORY).path_rewards == (1.0,) * 7
     own = replace(record, paths=tuple(replace(one, reward=0.25) for one in record.paths))
