@@ -69,6 +69,9 @@ def run(
     priority: Annotated[
         int, typer.Option(help="Below 0: samples start when no training sample waits; above 0: they overtake it.")
     ] = PRIORITY,
+    model: Annotated[
+        str | None, typer.Option(help="A model of the service next to the policy. Default: the policy.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The folder for evaluation.json. Default: a new folder in runs/.")
     ] = None,
@@ -82,7 +85,7 @@ def run(
         folder = out or _new_folder()
         if (folder / FILE_NAME).exists():
             raise InvalidRequest(f"{folder} has an evaluation already: choose another --out", param="--out")
-        address = ServiceAddress(url, api_key, None)
+        address = ServiceAddress(url if model is None else f"{url.rstrip('/')}/models/{model}", api_key, None)
         result = run_to_end(_evaluated(address, chosen, samples, pass_at, priority, console))
         path = result.save(folder)
     figures = {category: figures_of(result, category) for category in rows_of(result)}
