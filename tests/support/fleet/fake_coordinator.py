@@ -18,6 +18,7 @@ from agentloop.api.coordinator import (
     NamedAdapter,
     Orders,
     Refusal,
+    ReplicaHold,
     ReplicaStatus,
     ReplicaUpdate,
     RolloutStatus,
@@ -335,6 +336,12 @@ class FakeCoordinator:
 
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
         return HostDrain(host, 0, 0)
+
+    async def hold(self, hold_id: str, num_replicas: int, timeout_s: float, lease_s: float) -> ReplicaHold:
+        return ReplicaHold(hold_id, 0, tuple(f"r{number}" for number in range(num_replicas)), (), timeout_s)
+
+    async def renew_hold(self, hold_id: str, lease_s: float) -> ReplicaHold:
+        return ReplicaHold(hold_id, 0, ("r0",), (), lease_s)
 
     async def look_at_store(self) -> StoreStatus:
         raise Conflict("this service does not follow a store of versions", param="weights")
