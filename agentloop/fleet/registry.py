@@ -194,10 +194,11 @@ class Fleet:
             # Other replicas may leave the version at any time.
             is_held = demand.exact_version in self.held_versions
             return demand.accepts(version) and (bool(replica.held_by) or not is_held)
-        if version == self._weight_version or self._weight_version is None:
+        served = self._weight_version
+        if served is None or version == served:
             return True
-        newest = max(self._weight_version, self.coming_version or 0)
-        return 0 < newest - version <= needs.max_staleness
+        newest = max(served, self.coming_version or 0)
+        return version < served and newest - version <= needs.max_staleness
 
     # Capabilities of engines
 

@@ -6,6 +6,7 @@ its weight version was replaced. Results are stored as one JSON file, which `fig
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,8 +25,8 @@ from agentloop.types import RolloutTask, Trajectory, VersionDemand
 FILE_NAME = "evaluation.json"
 PRIORITY = -1
 """The default priority of an evaluation: its samples start when no training sample waits."""
-HOLD_PRIORITY = 1
-"""The default priority with held replicas: they sample for the evaluation first, so that the hold is short."""
+HOLD_PRIORITY = 0
+"""The default priority with held replicas: the evaluation and the training run take turns, so the hold ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ async def evaluate(
         if held is not None:
             demand = VersionDemand(exact_version=held.version)
             tasks = [replace(task, weight_version=demand) for task in tasks]
-        rollout = await client.submit(tasks, num_samples=num_samples, priority=priority)
+        run_id = f"eval-{uuid.uuid4().hex}"  # a run of its own, which does not queue behind the caller's other work
+        rollout = await client.submit(tasks, num_samples=num_samples, priority=priority, run_id=run_id)
         async for record in rollout:
             samples[record.task_id].append(sample_of(record))
             if on_sample is not None:

@@ -19,8 +19,9 @@ from agentloop.errors import Conflict, NoHealthyReplica, NotFound
 from agentloop.fleet.holds import Holds
 from agentloop.fleet.registry import ReplicaState
 from agentloop.types import PauseMode, RolloutGroup, StalenessLimit, StopReason, Trajectory, VersionDemand
+from agentloop.values.capabilities import NO_NEEDS, Needs
 from tests.support.engine.engines import FakeEngine
-from tests.support.fleet.live_run import ListeningEngine, LiveRun, live_run, talk, write_checkpoint
+from tests.support.fleet.live_run import PAUSE_S, ListeningEngine, LiveRun, live_run, talk, write_checkpoint
 from tests.support.fleet.weights import FleetSite, push_source, virtual
 
 LEASE_S = 60.0
@@ -33,6 +34,13 @@ class BlockingEngine(ListeningEngine):
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         return replace(await super().stage(update), staging_device=StagingDevice.NOWHERE)
+
+
+class SmallEngine(ListeningEngine):
+    """Has the KV of one trajectory, by the expectation of a new service."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(clock, num_blocks=512)
 
 
 def with_three(
@@ -64,10 +72,10 @@ async def hold(run: LiveRun, num: int = 1, timeout_s: float = 600.0, hold_id: st
     return await run.coordinator.replicas.hold(hold_id, num, timeout_s, LEASE_S)
 
 
-async def evaluate(run: LiveRun, num_samples: int = NUM_SAMPLES) -> list[Trajectory]:
-    """Sample a task pinned to version 0, with the priority of an evaluation that holds replicas."""
+async def evaluate(run: LiveRun, num_samples: int = NUM_SAMPLES, priority: int = 0) -> list[Trajectory]:
+    """Sample a task pinned to version 0, as a run of its own."""
     groups = (RolloutGroup("g", PINNED, num_samples, "eval"),)
-    await run.coordinator.rollouts.submit("eval", groups, RolloutTerms(priority=1))
+    await run.coordinator.rollouts.submit("eval", groups, RolloutTerms(priority=priority, run_id="eval"))
     await run.until_done("eval")
     return records(run, "eval")
 
@@ -138,6 +146,37 @@ def test_an_evaluation_has_one_version_while_training_pushes_five(
         assert (await run.coordinator.status()).holds == ()
 
     with_three(body, tmp_path, kind)
+
+
+def test_full_replicas_of_training_do_not_delay_the_evaluation(tmp_path: Path) -> None:
+    async def body(run: LiveRun) -> None:
+        await hold(run)
+        await run.update(1)
+        await run.submit("strict", 100, 1, talk(2), StalenessLimit(0))
+        await run.clock.sleep(0.5)
+        found = await evaluate(run, 4, priority=-1)
+        assert {(one.stop_reason, one.versions) for one in found} == {(StopReason.COMPLETED, (0,))}
+        status = run.coordinator.rollouts.queue.status("strict")
+        assert status is not None, "the evaluation waited for training"
+        assert status.num_queued > 0
+        await run.until_done("strict")
+        assert versions_of(records(run, "strict")) == {1}
+
+    with_three(body, tmp_path, SmallEngine)
+
+
+@on_three
+async def test_pinned_samples_run_on_held_replicas_only(run: LiveRun) -> None:
+    """Before an update, because others leave the version at any time, and after it without a wait for the version."""
+    held = await hold(run)
+    await evaluate(run)
+    await run.update(1)
+    patient = replace(PINNED, weight_version=VersionDemand(exact_version=0, wait_s=1e4))
+    await run.submit("patient", 2, 2, patient, None)
+    await run.until_done("patient")
+    assert {one.versions for one in (*records(run, "eval"), *records(run, "patient"))} == {(0,)}
+    others = [engine for url, engine in run.engines.items() if url != f"sim://{held.replicas[0]}"]
+    assert not any(engine.served for engine in others)
 
 
 @on_three
@@ -262,6 +301,63 @@ async def test_sessions_and_calls_leave_a_held_replica_that_is_older(run: LiveRu
     await run.update(1)
     moved = [await rollouts.lease(f"s{n}", 10, "ingress") for n in range(3)]
     assert not {one.replica_id for one in moved} & {*held.replicas}
+
+
+@on_three
+async def test_training_leaves_a_held_replica_once_its_version_is_too_old(run: LiveRun) -> None:
+    held = await hold(run, 2)
+    await run.update(1)
+    await run.submit("r", 6, 2, talk(3, "TalkSlowly"), StalenessLimit(1))
+    await run.clock.sleep(PAUSE_S * 1.5)  # two turns have ended
+    served = {request.trajectory_id for request, _ in engine_of(run, held).served}
+    assert served
+    await run.update(2)
+    await run.until_done("r")
+    turns = [[span.version for span in one.path.weight_versions] for one in records(run, "r")]
+    assert [0, 0, 2] in turns
+    assert all(versions in ([0, 0, 2], [1, 1, 2]) for versions in turns), turns
+
+
+@on_three
+async def test_training_on_new_weights_never_continues_on_a_held_replica(run: LiveRun) -> None:
+    """Its versions would go back. A replica is lost while the held one has the least load."""
+    held = await hold(run)
+    await run.update(1)
+    lost, _ = (one.replica_id for one in run.coordinator.replicas.fleet.placeable() if not one.held_by)
+    await run.submit("s", 6, 1, talk(3, "TalkSlowly"), StalenessLimit(5))
+    await run.clock.sleep(0.5)
+    await run.submit("r", 3, 2, talk(3, "TalkSlowly"), StalenessLimit(0))
+    await run.clock.sleep(PAUSE_S / 2)
+    await run.engines[f"sim://{lost}"].close()
+    await run.coordinator.replicas.deregister(lost, "it was killed")
+    await asyncio.gather(*map(run.until_done, "rs"))
+    found = [*records(run, "r"), *records(run, "s")]
+    assert len(found) == 12
+    assert all(one.is_complete for one in found)
+    turns = [[span.version for span in one.path.weight_versions] for one in found]
+    assert all(versions == sorted(versions) for versions in turns), turns
+    assert {version for versions in turns for version in versions} == {held.version, 1}
+
+
+@virtual
+async def test_a_running_update_counts_for_the_age_of_held_replicas(clock: VirtualClock) -> None:
+    site = FleetSite(clock, "a", "b", version=3)
+    fleet = site.fleet
+    fleet.hold(fleet.get("a"), "h")
+    await site.update(4)
+
+    def accepting(needs: Needs) -> list[str]:
+        return [one.replica_id for one in fleet.placeable() if fleet.accepts(needs, one)]
+
+    tolerant = Needs(max_staleness=1)
+    assert (accepting(NO_NEEDS), accepting(tolerant), accepting(tolerant.of_moved)) == (["b"], ["a", "b"], ["b"])
+    fleet.coming_version = 5
+    assert accepting(tolerant) == ["b"]
+    exact = [Needs(version=VersionDemand(exact_version=version)) for version in (3, 4, 5)]
+    assert [accepting(needs) for needs in exact] == [["a"], ["b"], []]
+    assert accepting(Needs(version=VersionDemand(min_version=4))) == ["b"]
+    fleet.set_weight_version(1)  # rolled back
+    assert accepting(Needs(max_staleness=9)) == []
 
 
 @virtual

@@ -99,7 +99,7 @@ class Gated(Parity):
 async def test_held_replicas_sample_one_version_while_a_trainer_updates_the_others(
     tmp_path: Path, is_pushed: bool
 ) -> None:
-    """It then catches up from the folder. Simulated engines cannot send weights, so after pushes it needs another."""
+    """They catch up from the folder. Simulated engines send no weights, so after pushes they need another one."""
     Gated.gate, folder = asyncio.Event(), CHECKOUT / "examples" / "tiny_policy" / "v1"
     run_dir = tmp_path / "run"
     run_dir.mkdir()
