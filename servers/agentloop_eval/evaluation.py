@@ -116,7 +116,7 @@ async def evaluate(
         if held is not None:
             demand = VersionDemand(exact_version=held.version)
             tasks = [replace(task, weight_version=demand) for task in tasks]
-        run_id = f"eval-{uuid.uuid4().hex}"  # a run of its own, which does not queue behind the caller's other work
+        run_id = f"eval-{uuid.uuid4().hex}"  # a separate run does not wait for the caller's other work
         rollout = await client.submit(tasks, num_samples=num_samples, priority=priority, run_id=run_id)
         async for record in rollout:
             samples[record.task_id].append(sample_of(record))

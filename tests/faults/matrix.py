@@ -62,7 +62,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "SIGKILL of an evaluator that holds replicas, or of a held replica",
-        "the hold ends after its lease, and its replicas catch up; samples move to other held replicas or are errors",
+        "the hold ends after its lease, its replicas catch up; samples move to other held replicas, or are errors",
         (
             f"{_HOLDS}a_killed_evaluator_holds_nothing_after_its_lease",
             f"{_HOLDS}the_samples_of_a_lost_replica_move_to_the_other_held_one",

@@ -73,7 +73,7 @@ async def hold(run: LiveRun, num: int = 1, timeout_s: float = 600.0, hold_id: st
 
 
 async def evaluate(run: LiveRun, num_samples: int = NUM_SAMPLES, priority: int = 0) -> list[Trajectory]:
-    """Sample a task pinned to version 0, as a run of its own."""
+    """Sample a task pinned to version 0, in a separate run."""
     groups = (RolloutGroup("g", PINNED, num_samples, "eval"),)
     await run.coordinator.rollouts.submit("eval", groups, RolloutTerms(priority=priority, run_id="eval"))
     await run.until_done("eval")
@@ -167,7 +167,7 @@ def test_full_replicas_of_training_do_not_delay_the_evaluation(tmp_path: Path) -
 
 @on_three
 async def test_pinned_samples_run_on_held_replicas_only(run: LiveRun) -> None:
-    """Before an update, because others leave the version at any time, and after it without a wait for the version."""
+    """Also before an update, because the others may leave the version at any time."""
     held = await hold(run)
     await evaluate(run)
     await run.update(1)
