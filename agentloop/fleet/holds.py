@@ -21,6 +21,7 @@ from agentloop.errors import Conflict, InvariantBroken, NotFound
 from agentloop.fleet.registry import Fleet, ReplicaRecord
 
 _NUM_ENDED = 64  # ended holds whose reason is kept
+_UNKNOWN = "it is unknown; a restart of the coordinator ends all holds"
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class Holds:
         """Extend a hold, or end it with `lease_s` 0. Raises NotFound, with the reason, if it has ended."""
         hold = self._holds.get(hold_id)
         if hold is None:
-            reason = next((reason for name, reason in self._ended if name == hold_id), "it is unknown")
+            reason = next((reason for name, reason in self._ended if name == hold_id), _UNKNOWN)
             raise NotFound(f"the hold {hold_id} is not in force: {reason}", param="hold_id")
         shown = self._shown(hold_id, now)
         if lease_s > 0:
