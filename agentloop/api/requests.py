@@ -83,6 +83,9 @@ MAX_TOOL_CALLS = 256
 MAX_REFERENCE_DEPTH = 32
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_WAIT_S = 60.0
+MAX_HOLD_S = 7 * 24 * 3600.0
+DEFAULT_HOLD_S = 3600.0
+HOLD_LEASE_S = 60.0  # a hold ends after this time without a renewal
 MAX_PAGE = 256  # trajectories per read
 MAX_PRIORITY = 1000
 MAX_SHARE = 1000.0
@@ -629,6 +632,22 @@ class DrainBody(Body):
 
     host: Annotated[str, Field(min_length=1, max_length=255)]
     undo: bool = False
+
+
+class HoldBody(Body):
+    """The body of `POST /admin/hold`: keep replicas at the served weight version."""
+
+    hold_id: Id
+    replicas: Annotated[int, Field(ge=1)]
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_HOLD_S)] = DEFAULT_HOLD_S
+    lease_s: Annotated[float, Field(gt=0, le=MAX_HOLD_S)] = HOLD_LEASE_S
+
+
+class RenewHoldBody(Body):
+    """The body of `POST /admin/hold/renew`: extend a hold by `lease_s`; 0 ends it."""
+
+    hold_id: Id
+    lease_s: Annotated[float, Field(ge=0, le=MAX_HOLD_S)] = HOLD_LEASE_S
 
 
 def _one_source(schema: dict[str, Any]) -> None:

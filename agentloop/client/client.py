@@ -17,6 +17,7 @@ import os
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from agentloop.api.annotations import AnnotationValues, annotation_of
 from agentloop.api.coordinator import (
     HostDrain,
     Page,
+    ReplicaHold,
     RolloutStatus,
     ServiceStatus,
     UpdateReport,
@@ -40,6 +42,7 @@ from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.requests import (
+    DEFAULT_HOLD_S,
     MAX_ANNOTATIONS,
     MAX_SCORED_PROMPTS,
     MAX_SCORES,
@@ -60,6 +63,7 @@ from agentloop.api.requests import (
 )
 from agentloop.api.sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody, OnMalformedCall, OnOverflow
 from agentloop.client.batches import Batch, BatchRule, Carry, batches_of
+from agentloop.client.hold import HeldReplicas, held_replicas
 from agentloop.client.publish import PublishOptions, PublishReport, open_publisher, tensor_bytes
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
 from agentloop.client.rollout import Rollout, follow
@@ -578,6 +582,19 @@ class RolloutClient:
         """
         body = check_body({"host": host, "undo": undo}, DrainBody)
         return await self._post("/admin/drain", body, HostDrain, is_admin=True)
+
+    def hold(
+        self, replicas: int, *, timeout_s: float = DEFAULT_HOLD_S
+    ) -> AbstractAsyncContextManager[HeldReplicas]:
+        """Keep `replicas` replicas at the served weight version inside the `async with` block.
+
+        Weight updates skip them, and they catch up afterwards, at the latest after `timeout_s`. Needs the admin
+        key. Raises Conflict if too few replicas are ready.
+        """
+        return held_replicas(self._hold, replicas, timeout_s)
+
+    async def _hold(self, path: str, body: BaseModel) -> ReplicaHold:
+        return await self._post(path, body, ReplicaHold, is_admin=True)
 
     async def status(self) -> ServiceStatus:
         """Return the current status of the service."""

@@ -29,6 +29,8 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
     desk = world.coordinator.replicas
     if desk.sync.progress is not None or desk.sync.desired.orders.is_paused:
         yield f"the controller is at {desk.sync.progress}, paused: {desk.sync.desired.orders.is_paused}"
+    if held := desk.fleet.held():
+        yield f"{[one.replica_id for one in held]} are still held"
     known = {replica.replica_id: replica for replica in desk.fleet.replicas}
     placeable = {replica.replica_id for replica in desk.fleet.placeable()}
     for process in world.processes.values():

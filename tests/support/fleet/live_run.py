@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import CRITICAL
 from pathlib import Path
 from random import Random
@@ -82,8 +82,9 @@ class TalkSlowly:
 class ListeningEngine(SimulatedEngine):
     """Records every request and its answer."""
 
-    def __init__(self, clock: VirtualClock) -> None:
-        super().__init__(SPEC, clock=clock, policy=ScriptedPolicy(turns(*REPLIES)))
+    def __init__(self, clock: VirtualClock, num_blocks: int = SPEC.num_blocks) -> None:
+        spec = replace(SPEC, num_blocks=num_blocks)
+        super().__init__(spec, clock=clock, policy=ScriptedPolicy(turns(*REPLIES)))
         self.served: list[tuple[GenerateRequest, Generation]] = []
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:

@@ -425,6 +425,8 @@ class WholeWorld(World):
         served = self.served_version(self.adapter_of(name)) or 0
         if not self.has_words or rng.random() < 0.6:
             return None
+        if held := self.coordinator.replicas.fleet.held_versions:
+            served = rng.choice((served, *sorted(held)))
         version, wait_s = max(0, served + rng.choice((-1, 0, 0, 1))), rng.choice((0.0, 1.0))
         return rng.choice((VersionDemand(version, None, wait_s), VersionDemand(None, version, wait_s)))
 
@@ -651,11 +653,28 @@ class WholeWorld(World):
             if self.has_words:
                 group.create_task(self._trouble_the_database(Random(f"database {self.seed}")))
                 group.create_task(self._kill_workers(Random(f"old workers {self.seed}")))
+                group.create_task(self._hold_replicas(Random(f"holds {self.seed}")))
             gap_s = self.rng.choice((0.4, 1.0, 3.0))
             while await self._goes_on(gap_s):
                 plague = self.rng.choice(self._plagues)
                 self.history.counts[plague.__name__] += 1
                 await plague(self.rng.choice(tuple(self.processes.values())))
+
+    async def _hold_replicas(self, rng: Random) -> None:
+        """In a third of the schedules hold replicas, as evaluators that release their hold, or die."""
+        while rng.random() < 0.95 and not self.is_healed and self.seed % 3 == 0:
+            await self.clock.sleep(rng.uniform(0.0, 0.6))
+            limits = rng.randint(1, 2), rng.uniform(0.3, 3.0), rng.uniform(0.3, 2.0)
+            name = f"hold {rng.random()}"
+            try:
+                await self.ask(lambda c, name=name, limits=limits: c.replicas.hold(name, *limits))  # type: ignore[misc]
+                self.history.counts["held"] += 1
+                await self.clock.sleep(rng.uniform(0.0, 2.0))
+                if rng.random() < 0.5:
+                    await self.ask(lambda c, name=name: c.replicas.renew_hold(name, 0.0))  # type: ignore[misc]
+                    self.history.counts["hold released"] += 1
+            except AgentLoopError as error:
+                self.history.counts[f"hold: {error.code}"] += 1
 
     async def _trouble_the_database(self, rng: Random) -> None:
         """Let the database stall and recover, or lose the answers of its commits for a while."""
