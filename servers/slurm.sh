@@ -5,9 +5,9 @@
 #SBATCH --exclusive
 #SBATCH --signal=B:TERM@120
 # A Ray cluster over the nodes of a Slurm job, and agentloop on the first: docs/guides/cluster.md.
-# usage: sbatch servers/slurm.sh [what `agentloop serve` takes]; without it --config servers/cluster.yaml
-# The environment, AGENTLOOP_KEY and AGENTLOOP_ADMIN_KEY too, is the one that sbatch was called in. RUNS is a folder on each
-# node's own disk, at the same path; never a shared one.
+# usage: sbatch servers/slurm.sh [options of `agentloop serve`]; default: --config servers/cluster.yaml
+# The job inherits the environment of sbatch, with AGENTLOOP_KEY and AGENTLOOP_ADMIN_KEY. RUNS is a folder on each node's
+# local disk, with the same path on all nodes; it must not be on a shared file system.
 set -euo pipefail
 : "${AGENTLOOP_KEY:?}" "${AGENTLOOP_ADMIN_KEY:?}"
 (($#)) || set -- --config servers/cluster.yaml
