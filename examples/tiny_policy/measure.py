@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.client import load_tasks
-from agentloop.parsers.hermes import HermesParser
+from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.port import TurnEnd
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout import Toolbox, exact_match
 from agentloop.types import Message, RolloutTask
@@ -60,7 +61,7 @@ async def roll_out(folder: Path, tasks: list[RolloutTask], temperature: float) -
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     renderer, parser, toolbox = (
         TemplateRenderer.from_directory(folder),
-        HermesParser(),
+        get_parser("hermes"),
         Toolbox([calculator, PythonTool()]),
     )
     stop = renderer.stop_token_ids[0]
@@ -80,7 +81,7 @@ async def roll_out(folder: Path, tasks: list[RolloutTask], temperature: float) -
         await scope.close()
         answers = [Message("tool", result.content, tool_call_id=result.call_id) for result in results]
         sample.messages += answers
-        sample.ids += turn + renderer.bridge(answers, definitions, is_closed=True)
+        sample.ids += turn + renderer.bridge(answers, definitions, TurnEnd(stop))
 
     samples = [Sample(task, renderer.render(task.messages, toolbox.definitions(task.tools))) for task in tasks]
     try:

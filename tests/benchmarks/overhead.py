@@ -110,6 +110,7 @@ async def measure(
     coordinator = FakeCoordinator(tasks, urls=list(engines))
     tune_interpreter()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `untaken`: each refused attempt is a log line
     lags_ms: list[float] = []
     tally, tracing_s = MetricsTally(), 0.0
     tracing = None if receiver is None else TimedTracing(receiver)
@@ -254,7 +255,7 @@ def main() -> None:
         "turns/s",
         "turns/s per core",
         "CPU ms/turn",
-        "of it traces, %",
+        "traces, % of CPU",
         "loop lag p99 ms",
         "peak MiB",
     ):
@@ -266,7 +267,7 @@ def main() -> None:
     for name, figures in runs.items():
         table.add_row(name, *(_spread([getattr(one, field) for one in figures]) for field in _FIELDS))
     console = Console()
-    console.width = max(console.width, 120)  # prints whole figures, also into a file
+    console.width = max(console.width, 150)  # prints complete figures, also into a file
     console.print(table)
 
 

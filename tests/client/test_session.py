@@ -126,6 +126,21 @@ async def test_lost_answers_make_no_second_session(service: FakeSessions, client
     assert (len(service.sessions), len(service.records)) == (1, 1)
 
 
+async def test_a_cancelled_opening_finishes_the_session_that_the_service_opened(
+    service: FakeSessions, client: RolloutClient
+) -> None:
+    service.may_answer = asyncio.Event()
+    opening = asyncio.create_task(client.session().__aenter__())
+    while not service.sessions:
+        await asyncio.sleep(0.001)
+    opening.cancel()
+    await asyncio.sleep(0)  # the cancellation arrives before the answer
+    service.may_answer.set()
+    await asyncio.wait([opening])
+    assert opening.cancelled()
+    assert [record.stop_reason for record in service.records] == [StopReason.CANCELLED]
+
+
 async def test_the_first_error_is_the_one_that_is_seen(service: FakeSessions) -> None:
     async with RolloutClient(service.url, retry_timeout_s=0.3) as client:
 

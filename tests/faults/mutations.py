@@ -1,9 +1,10 @@
-"""Planted faults, one after another, and what kills each: the fast tests of its files, or the first schedules.
+"""Plant faults one after another, and name the test or schedule that kills each: fast tests first, then schedules.
 
 python -m tests.faults.mutations                    # all; at most an hour on two cores
 python -m tests.faults.mutations --only cancel --schedules 0
 
-Each is planted in a copy of the tree. Exits with 1 if one survives, or if its text is not in its file any more.
+Each fault is planted in a copy of the tree. Exits with 1 if a fault survives or its
+text is no longer in its file.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MOST_S = 3600.0
-STEP_S = 600.0  # one that hangs a test or a schedule is killed by that
+STEP_S = 600.0  # a fault that makes tests or schedules hang this long counts as killed
 FAST = "not engine and not ray and not clients and not trainers and not long and not slow"
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
 _STORE, _RETENTION, _SQLITE = (f"agentloop/storage/{one}.py" for one in ("trajectory_store", "retention", "sqlite"))
-_QUEUE, _TRIALS = (f"agentloop/scheduling/{one}.py" for one in ("rollout_queue", "poison_isolation"))
+_QUEUE, _ISOLATION = (f"agentloop/scheduling/{one}.py" for one in ("rollout_queue", "poison_isolation"))
 _ROLLOUTS = "servers/agentloop_servers/coordinator/rollouts.py"
 _ACCEPT = "await self._store.accept(rollout_id, groups, terms, encoded)"
 _ADD = "self.queue.add(rollout_id, self._clock.now())"
@@ -198,14 +199,14 @@ MUTATIONS = (
     Mutation("missing_is_never_lost", _QUEUE, ">= self._missing_after_s:", "< 0:", _QUEUE_TESTS),
     Mutation(
         "deaths_count_for_the_cohort",
-        _TRIALS,
+        _ISOLATION,
         "sample.is_only_suspect = len(again) + len(first) == 1",
         "sample.is_only_suspect = True",
         _QUEUE_TESTS,
     ),
-    Mutation("cohort_not_cleared", _TRIALS, "        return cleared", "        return []", _QUEUE_TESTS),
+    Mutation("cohort_not_cleared", _ISOLATION, "        return cleared", "        return []", _QUEUE_TESTS),
     Mutation(
-        "hand_in_gives_up_on_a_full_disk",
+        "submission_gives_up_on_a_full_disk",
         _WORKER,
         "return is_late(state) and not isinstance(error, StorageFull)",
         "return is_late(state)",
@@ -690,9 +691,9 @@ MUTATIONS = (
 
 
 def main() -> None:
-    """Plant each, say what killed it or that it survived, and exit with 1 if one did or was not tried."""
+    """Plant each fault and print its result. Exit with 1 if a fault survived or was not tried."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="those whose names hold this")
+    parser.add_argument("--only", default="", help="plant only faults whose names contain this text")
     parser.add_argument("--schedules", type=int, default=300)
     options = parser.parse_args()
     chosen = [one for one in MUTATIONS if options.only in one.name]
@@ -704,8 +705,8 @@ def main() -> None:
             started = time.monotonic()
             killer = _killer(tree, one, options.schedules, ends_at) if started < ends_at else None
             num_left += killer is None
-            told = "not tried" if started >= ends_at else "SURVIVED" if killer is None else f"killed by {killer}"
-            print(f"{one.name}: {told}, {time.monotonic() - started:.0f} s", flush=True)
+            result = "not tried" if started >= ends_at else "SURVIVED" if killer is None else f"killed by {killer}"
+            print(f"{one.name}: {result}, {time.monotonic() - started:.0f} s", flush=True)
     print(f"{len(chosen)} planted faults, {num_left} not killed")
     sys.exit(1 if num_left else 0)
 
@@ -718,8 +719,8 @@ def _killer(tree: Path, one: Mutation, num_schedules: int, ends_at: float) -> st
     path.write_text(text.replace(one.old, one.new))
     try:
         tests = ("pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider", "-m", FAST, *one.tests)
-        if (told := _failure(tree, tests, ends_at)) is not None:
-            return told
+        if (failure := _failure(tree, tests, ends_at)) is not None:
+            return failure
         schedules = ("tests.faults.run", "--count", str(num_schedules), "--stop")
         return _failure(tree, schedules, ends_at) if num_schedules else None
     finally:
@@ -727,7 +728,7 @@ def _killer(tree: Path, one: Mutation, num_schedules: int, ends_at: float) -> st
 
 
 def _failure(tree: Path, arguments: tuple[str, ...], ends_at: float) -> str | None:
-    """Run a module there. Returns the line that tells of its first failure; None: it had none."""
+    """Run a module in `tree`. Returns the line of its first failure, or None if it passed."""
     paths = os.pathsep.join(str(tree / one) for one in ("", "servers", "tools"))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     timeout_s = max(1.0, min(STEP_S, ends_at - time.monotonic()))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentloop.concurrency.clock import VirtualClock
 from agentloop.errors import InvalidRequest, InvariantBroken, ToolError
 from agentloop.rollout.tool import ToolSpec, load_tools, tool, tools_at
 from agentloop.rollout.toolbox import Toolbox, ToolScope, capped
@@ -283,29 +284,29 @@ async def test_a_tool_that_ignores_cancellation_is_abandoned_and_frees_its_slot(
     assert [session.num_closes for session in fake.sessions] == [1, 1]
 
 
-async def test_a_session_with_other_calls_in_flight_is_closed_after_them() -> None:
-    release = asyncio.Event()
+def test_a_session_with_other_calls_in_flight_is_closed_after_them() -> None:
     closes_seen: list[int] = []
 
     async def body(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
-        if arguments["n"] == 0:
-            await asyncio.sleep(LONG_S)
-        await release.wait()
+        await asyncio.sleep(LONG_S if arguments["n"] == 0 else 0.2)
         closes_seen.append(session.num_closes)
         return "ok"
 
     fake = FakeTool(body, timeout_s=0.3)
-    toolbox, scope = scope_of(fake)
-    async with asyncio.timeout(30):
+
+    async def main() -> None:
+        toolbox, scope = scope_of(fake)
         first = asyncio.create_task(scope.run([call(n=0)], MAX_BYTES))
         await asyncio.sleep(0.2)
         second = asyncio.create_task(scope.run([call(n=1)], MAX_BYTES))  # in flight when the first one times out
         await first
-        release.set()
+        assert not second.done()
         [result] = await second
-    assert (result.content, closes_seen) == ("ok", [0])
-    assert [session.num_closes for session in fake.sessions] == [1]
-    await toolbox.close()
+        assert (result.content, closes_seen) == ("ok", [0])
+        assert [session.num_closes for session in fake.sessions] == [1]
+        await toolbox.close()
+
+    VirtualClock().run(main())
 
 
 async def test_concurrency_is_bounded_over_all_trajectories() -> None:

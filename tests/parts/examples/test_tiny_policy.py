@@ -12,10 +12,12 @@ from safetensors import safe_open
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import ToolError
 from agentloop.rendering.renderer import TemplateRenderer
+from agentloop.rollout import exact_match
 from agentloop.types import RolloutTask
 from agentloop.values.codec import from_builtins
 from agentloop_tools.calculator import evaluate
 from agentloop_tools.python import PythonTool
+from examples.tiny_policy import measure
 from examples.tiny_policy import tasks as generator
 
 POLICY = Path(generator.__file__).parent
@@ -197,3 +199,9 @@ def test_every_recovery_meets_a_real_error():
     for problem in recoveries:
         assert problem.calls[0].response.startswith("Error: not an arithmetic expression")
         assert not problem.calls[1].response.startswith("Error")
+
+
+async def test_the_last_version_solves_held_out_tasks_as_measured_by_the_example():
+    samples = await measure.roll_out(POLICY / "v1", load_tasks(TASKS_FILE)[:4], temperature=0.0)
+    assert all(sample.outcome == "answered" and sample.num_turns > 1 for sample in samples)
+    assert all(exact_match(sample.task, sample.messages) == 1.0 for sample in samples)

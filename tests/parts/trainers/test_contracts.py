@@ -27,6 +27,7 @@ from agentloop_servers.processes.engine_parts import build_engine
 from tests.parts.trainers.contract_clients import CLIENTS, ROOT, VERBS, write
 from tests.servers.recompute import POLICY
 from tests.support.engine.recording import RecordingEngine
+from tests.support.service.trainer_programs import PROGRAMS
 from tests.support.service.whole_service import whole_site
 
 pytestmark = [pytest.mark.trainers, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -83,7 +84,7 @@ class ContractSite:
         with (self.run_dir / f"{name}.log").open("w") as log:
             return await asyncio.create_subprocess_exec(
                 python,
-                ROOT / "tests" / "trainers" / "programs" / client.program,
+                PROGRAMS / client.program,
                 self.url,
                 json.dumps([one.ids for one in prompts]),
                 name,

@@ -58,6 +58,7 @@ class FakeSessions:
     refused: set[str] = field(default_factory=set)  # task ids whose sessions cannot be opened
     revoked: set[str] = field(default_factory=set)
     is_down: bool = False
+    may_answer: asyncio.Event | None = None  # answers to new sessions wait for this event
     call_s: float = 0.0  # duration of a chat call
     url: str = ""
     sessions: dict[str, ServedSession] = field(default_factory=dict)
@@ -82,6 +83,8 @@ class FakeSessions:
         self.sessions.setdefault(session_id, ServedSession(body))
         answer = {"session_id": session_id, "api_key": f"sk-{session_id}", "control_key": f"ck-{session_id}"}
         answer["direct_url"] = self.direct_url
+        if self.may_answer is not None:
+            await self.may_answer.wait()
         return _json({**answer, "base_url": f"{self.url}/sessions/{session_id}/v1"})
 
     async def chat(self, request: web.Request) -> web.Response:
