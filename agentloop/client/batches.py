@@ -87,6 +87,10 @@ class BatchPosition:
     first_kept: int = 0  # groups of earlier batches are cancelled
     parts: tuple[PartPosition, ...] = ()
 
+    def encode(self) -> str:
+        """Return the position as JSON text."""
+        return msgspec.json.encode(self).decode()
+
     @classmethod
     def decode(cls, text: str) -> BatchPosition:
         """Decode `Batch.position`. Raises InvalidRequest."""
@@ -127,11 +131,10 @@ async def batches_of(
     """
     number, num_taken, num_open = position.number, position.num_taken, position.num_open
     first_kept = position.first_kept
-    if position.number > 0:
-        # The earlier process may have submitted more tasks after this position.
-        await rollout.check_parts()
-        while num_found := await rollout.find_part(f"{position.name}-{num_taken}", num_samples, number):
-            num_taken, num_open = num_taken + num_found, num_open + num_found
+    await rollout.check_parts()
+    # An earlier process may have submitted more tasks after this position.
+    while num_found := await rollout.find_part(f"{position.name}-{num_taken}", num_samples, number):
+        num_taken, num_open = num_taken + num_found, num_open + num_found
     source = islice(tasks, num_taken, None)
 
     async def submit_next(count: int) -> int:
@@ -169,8 +172,7 @@ async def batches_of(
             await rollout.cancel()
             num_open, first_kept = 0, number + 1
         after = BatchPosition(position.name, number + 1, num_taken, num_open, first_kept, tuple(rollout.positions))
-        text = msgspec.json.encode(after).decode()
-        yield Batch(number, tuple(groups), tuple(ages), num_unfinished, num_replaced, text)
+        yield Batch(number, tuple(groups), tuple(ages), num_unfinished, num_replaced, after.encode())
         # The caller requests the next batch, so it has finished with this one.
         if acknowledge:
             await rollout.acknowledge()

@@ -329,7 +329,9 @@ class RolloutClient:
 
         Restart: a trainer stores `Batch.position` with the weights that this batch trained. Another process passes
         it as `resume`, with the same `tasks` and options: every later group is then yielded once, also groups that
-        were submitted after the position was stored. Raises NotFound if the service has no such rollouts.
+        were submitted after the position was stored. `BatchPosition(NAME).encode()` is the position before the
+        first batch, for a checkpoint of the start; NAME must be new. Raises NotFound if the service does not have
+        the rollouts of the position.
         """
         rule = BatchRule(num_groups, over_provision, Carry(carry), max_replaced)
         position = BatchPosition(_new_id()) if resume is None else BatchPosition.decode(resume)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from agentloop.api.coordinator import Page, RolloutStatus
 from agentloop.client.batches import BatchPosition, BatchRule, batches_of
 from agentloop.client.rollout import Rollout
+from agentloop.errors import NotFound
 from agentloop.types import Message, RolloutTask, Trajectory
 from tests.support.records.samples import make_trajectory
 
@@ -53,6 +54,8 @@ class RecordedService:
         return await self.rollout_status(rollout_id)
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
+        if rollout_id not in self.records:
+            raise NotFound(rollout_id)
         return (await self.read(rollout_id)).status
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:

@@ -72,7 +72,7 @@ class BatchWorld(WholeWorld):
                 if restarts.random() < 0.5:  # a checkpoint
                     position, num_trained = BatchPosition.decode(batch.position), len(taken)
                 await self.clock.sleep(rng.uniform(0.0, TRAINING_S))
-                if may_restart and position.number > 0 and restarts.random() < 0.3:
+                if may_restart and restarts.random() < 0.3:
                     self.history.counts["restarts of a trainer"] += 1
                     is_over = False
                     break
