@@ -129,19 +129,15 @@ async def batches_of(
     `position` is the state at the start; its parts are already in `rollout`. Submissions have the ids that
     `BatchPosition` describes.
     """
-    number, num_taken, num_open = position.number, position.num_taken, position.num_open
-    first_kept = position.first_kept
-    await rollout.check_parts()
-    # An earlier process may have submitted more tasks after this position.
-    while num_found := await rollout.find_part(f"{position.name}-{num_taken}", num_samples, number):
-        num_taken, num_open = num_taken + num_found, num_open + num_found
+    number, first_kept = position.number, position.first_kept
+    num_found = await rollout.find_parts(position.name, position.num_taken, num_samples, number)
+    num_taken, num_open = position.num_taken + num_found, position.num_open + num_found
     source = islice(tasks, num_taken, None)
 
     async def submit_next(count: int) -> int:
         """Submit up to `count` further tasks for this batch, and return their number."""
         nonlocal num_taken, num_open
-        new = list(islice(source, count))
-        if new:
+        if new := list(islice(source, count)):
             rollout.join(await submit(new, num_taken), number)
             num_taken, num_open = num_taken + len(new), num_open + len(new)
         return len(new)

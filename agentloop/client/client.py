@@ -268,11 +268,9 @@ class RolloutClient:
         equal priority share the capacity in proportion to `share`. At most `max_running` trajectories of a run are
         live. Without these options and without a `run_id`, the work of one key starts in submit order. With an
         `adapter`, all turns are sampled under it, and weight versions are the adapter's.
-
-        While the service's queue is full, the tasks are submitted in smaller parts as capacity becomes available.
-        `part_id` returns the rollout id of the part that begins with the task at an index; default: random ids.
-        After `timeout_s`, DeadlineExceeded is raised. If a submit fails, its accepted parts are cancelled. Raises
-        InvalidRequest for an invalid task.
+        While the service's queue is full, the tasks are submitted in smaller parts; `part_id` maps the index of a
+        part's first task to its rollout id (default: random). After `timeout_s`, DeadlineExceeded is raised. A
+        failed submit cancels its accepted parts. Raises InvalidRequest for an invalid task.
         """
         self._warn_of_truncation(tasks)
         bodies = [_with_lists(task_fields(task)) for task in tasks]
@@ -282,8 +280,8 @@ class RolloutClient:
         options: dict[str, Any] = {"num_samples": num_samples, "keep": keep, "run_id": run_id, "priority": priority}
         options |= {"share": float(share), "max_running": max_running, "adapter": adapter}
         if has_limit:
-            options |= {"max_staleness": max_staleness, "on_stale": on_stale.value}
-            options |= {"trajectories_per_version": trajectories_per_version}
+            limit = {"max_staleness": max_staleness, "trajectories_per_version": trajectories_per_version}
+            options |= {**limit, "on_stale": on_stale.value}
         rollout = Rollout(self)
         try:
             async with asyncio.timeout(timeout_s):

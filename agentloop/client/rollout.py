@@ -213,19 +213,22 @@ class Rollout:
         """Add the parts of an earlier process, each after its position."""
         self._parts |= {position.rollout_id: _Part.at(position) for position in positions}
 
-    async def check_parts(self) -> None:
-        """Raise NotFound if the service does not have one of the parts."""
+    async def find_parts(self, name: str, first: int, num_samples: int, batch: int) -> int:
+        """Add the parts that an earlier process submitted after its position; return the number of their groups.
+
+        Their ids are `name` and the number of their first task; `first` is that of the next one. Raises NotFound if
+        the service does not have a part of the position.
+        """
         for rollout_id in self.rollout_ids:
             await self._service.rollout_status(rollout_id)
-
-    async def find_part(self, rollout_id: str, num_samples: int, batch: int) -> int:
-        """Add a part of an earlier process, and return the number of its groups; 0 if it was not submitted."""
-        try:
-            status = await self._service.rollout_status(rollout_id)
-        except NotFound:
-            return 0
-        self._parts[rollout_id] = _Part(rollout_id, num_samples, status.num_accepted, batch)
-        return status.num_accepted // num_samples
+        num_groups = 0
+        with suppress(NotFound):
+            while True:
+                rollout_id = f"{name}-{first + num_groups}"
+                num_accepted = (await self._service.rollout_status(rollout_id)).num_accepted
+                self._parts[rollout_id] = _Part(rollout_id, num_samples, num_accepted, batch)
+                num_groups += num_accepted // num_samples
+        return num_groups
 
     def expect(self, rollout_id: str, num_groups: int, num_samples: int) -> None:
         """Add a part before it is sent."""
