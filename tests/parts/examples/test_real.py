@@ -26,7 +26,7 @@ from agentloop.types import Limits, Message, RolloutTask
 from agentloop.values.mismatch import mismatch
 from examples.train import grpo
 from examples.train.checkpoint import load_checkpoint, save_checkpoint, serve_weights
-from examples.train.grpo import Recipe, Step, Training, logprobs_of, optimizer_of
+from examples.train.grpo import Recipe, Step, Training, logprobs_of, optimizer_of, train_step
 from examples.train.tasks import environment_tasks, training_tasks
 from tests.parts.examples.test_train import ablations, groups, rows, service  # noqa: F401 - fixtures
 from tests.support.service.whole_service import simulated_config, whole_service
@@ -122,6 +122,16 @@ def test_logprobs_in_chunks_and_their_gradients_equal_those_at_once(
     assert len(found[0][0]) > 5
     for at_once, in_chunks in zip(*found, strict=True):
         torch.testing.assert_close(in_chunks, at_once, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_is_for_computing_and_the_weights_stay_float32(rows: list[grpo.TrainingRow]) -> None:  # noqa: F811
+    found = {}
+    for compute in ("float32", "bfloat16"):
+        model = shipped_policy()
+        recipe = Recipe(compute=compute)
+        found[compute] = train_step(model, optimizer_of(model, recipe), rows, recipe)["mismatch"]
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert found["float32"].k3_kl < 1e-6 < found["bfloat16"].k3_kl < 1e-3
 
 
 def test_a_checkpoint_restores_everything_and_a_failed_one_leaves_the_last(
