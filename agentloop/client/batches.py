@@ -81,7 +81,7 @@ class BatchPosition:
     """
 
     name: str
-    number: int = 0  # of the next batch
+    number: int = 0  # the next batch
     num_taken: int = 0  # submitted tasks
     num_open: int = 0  # undelivered groups
     first_kept: int = 0  # groups of earlier batches are cancelled

@@ -19,7 +19,7 @@ from examples.train.grpo import Step, Training
 
 
 def save_checkpoint(file: Path, model: torch.nn.Module, training: Training) -> None:
-    """Write a checkpoint. A process that is killed meanwhile leaves the previous one."""
+    """Write a checkpoint. A process that is killed during the call leaves the previous one."""
     state = {
         "model": model.state_dict(),
         "optimizer": training.optimizer.state_dict(),

@@ -1,8 +1,8 @@
 """Reinforcement learning of a published model on published tasks, from the first evaluation to the report.
 
-    python -m examples.train.real                                          # SmolLM2-135M on two CPU cores
-    python -m examples.train.real --config examples/train/real_gpu.yaml    # Qwen2.5-Coder-1.5B on one GPU
-    python -m examples.train.real --resume runs/DIRECTORY                  # after an interruption
+    make learn-real                                          # SmolLM2-135M on two CPU cores
+    make learn-real ARGS="--resume runs/DIRECTORY"           # after an interruption
+    python -m examples.train.real --config examples/train/real_gpu.yaml --environment bfcl:multiple    # on a GPU
 
 It starts the service (or uses --url), evaluates held-out tasks, trains as `grpo.py` does, evaluates next to the
 training every few steps, and evaluates again. The run directory has the checkpoint, evaluations, learn.json,
@@ -45,7 +45,8 @@ from examples.train.run import HERE, Progress, settle_torch
 from examples.train.tasks import environment_tasks
 
 OPTIONS, CHECKPOINT = "options.json", "checkpoint.pt"
-FIRST_PRIORITY = 1  # of the evaluations before and after
+FIRST_PRIORITY = 1
+"""The priority of the evaluations before and after the training."""
 
 
 class Run:
@@ -66,6 +67,8 @@ class Run:
         found.save(folder)
         figures = figures_of(found)
         self.say(f"evaluate {name}: {shown(figures)}")
+        if name == "before" and not figures.num_mixed:
+            self.say("hint     no task has passed and failed samples, so groups have no signal: try --shots 3")
         if figures.pass_at_1 is not None:
             step = int(name.rpartition("-")[2]) if "-" in name else self.options.steps * (name == "after")
             self.log(step, {"held_out/pass_at_1": figures.pass_at_1.mean})
@@ -201,7 +204,7 @@ def parser_of_run() -> argparse.ArgumentParser:
         "--over-provision",
         type=float,
         default=2.0,
-        help="groups in progress for each that a step takes; 1: no more",
+        help="groups in progress per group of a step; 1: as many as a step has",
     )
     add("--max-replaced", type=int, default=0, help="groups with equal rewards that a step may replace")
     add("--max-staleness", type=int, default=4, help="versions that a trained token may be behind; 0: synchronous")

@@ -165,7 +165,7 @@ async def test_the_versions_of_a_lost_process_are_not_used_again(tmp_path: Path)
         assert await serve_weights(client, model, training)
         assert (training.version, (await client.status()).weight_version) == (3, 3)
         assert not await serve_weights(client, model, training)
-        training.version = 1  # of an older checkpoint
+        training.version = 1  # as in an older checkpoint
         assert await serve_weights(client, model, training)
         assert training.version == 4
 
