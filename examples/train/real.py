@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -21,32 +23,33 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
+import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from agentloop.client import BatchPosition, RolloutClient
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import InvalidRequest
 from agentloop.observability.logs import LOG_NAME, configure_logging
 from agentloop.types import RolloutTask
 from agentloop_eval import Evaluation, evaluate, figures_of
 from agentloop_eval.evaluation import FILE_NAME, PRIORITY
 from agentloop_models.table import PUBLISHED
 from agentloop_servers.cli.run import REPORT_NAME
+from agentloop_servers.cli.terminal import clear_errors, run_to_end
 from agentloop_servers.config.models import with_model_folders
 from agentloop_servers.config.service import ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
 from agentloop_servers.run.store import has_store, resumed_config, store_in
 from agentloop_view.report import write_report
 from examples.train.checkpoint import load_checkpoint, save_checkpoint, serve_weights
-from examples.train.grpo import Recipe, Step, Training, optimizer_of, push_next, train
+from examples.train.grpo import Recipe, Step, Training, optimizer_of, train
 from examples.train.results import curves_of, log_of, numbers_of, shown, write_results
 from examples.train.run import HERE, Progress, settle_torch
 from examples.train.tasks import environment_tasks
 
 OPTIONS, CHECKPOINT = "options.json", "checkpoint.pt"
-FIRST_PRIORITY = 1
-"""The priority of the evaluations before and after the training."""
+FIRST_PRIORITY, NOT_PUSHED = 1, -1  # the priority of evaluations before and after; a weight version
 
 
 class Run:
@@ -77,14 +80,16 @@ class Run:
     async def train(self, model: torch.nn.Module, recipe: Recipe, progress: Progress) -> list[Step]:
         """Train from the checkpoint, or from the start, with evaluations next to it."""
         file, optimizer = self.run_dir / CHECKPOINT, optimizer_of(model, recipe)
-        if file.exists():
-            training = load_checkpoint(file, model, optimizer)
-            is_pushed = await serve_weights(self.client, model, training)
-            self.say(
-                f"resume   after step {len(training.steps)} as version {training.version}{', pushed' * is_pushed}"
-            )
+        is_resumed = file.exists()
+        training = load_checkpoint(file, model, optimizer) if is_resumed else Training(optimizer, NOT_PUSHED)
+        is_pushed = await serve_weights(self.client, model, training)
+        if is_resumed:
+            for folder in (self.run_dir / "evaluations").glob("step-*"):
+                if int(folder.name.rpartition("-")[2]) > len(training.steps):
+                    shutil.rmtree(folder)  # of weights that are lost
+            version = f"version {training.version}{', pushed' * is_pushed}"
+            self.say(f"resume   after step {len(training.steps)} as {version}")
         else:
-            training = Training(optimizer, await push_next(self.client, model))
             await self.evaluated("before", FIRST_PRIORITY)
             training.position = BatchPosition(f"train-{self.run_dir.name}").encode()
             await self.save(model, training)
@@ -152,7 +157,8 @@ async def learn(options: argparse.Namespace, config: ServiceConfig, run_dir: Pat
     disable_progress_bar()
     torch.manual_seed(options.seed)
     recipe, folder = recipe_of(options), config.model_path()
-    async with service_of(options, config, run_dir) as url, RolloutClient(url) as client:
+    keys = {"api_key": os.environ.get("AGENTLOOP_KEY"), "admin_key": os.environ.get("AGENTLOOP_ADMIN_KEY")}
+    async with service_of(options, config, run_dir) as url, RolloutClient(url, **keys) as client:
         run = Run(options, run_dir, client, console)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(options.device)
         started_at = time.monotonic()
@@ -243,9 +249,8 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
 
 def prepared(options: argparse.Namespace, console: Console) -> tuple[ServiceConfig, Path]:
     """Return the config, with the model's folder, and the run directory. Raises InvalidRequest."""
-    config = ServiceConfig.load(options.config) if options.resume is None else resumed_config(options.resume)
-    if config is None:  # the run used --url
-        config = ServiceConfig.load(options.config)
+    # A run that used --url has no config of a service.
+    config = (resumed_config(options.resume) if options.resume else None) or ServiceConfig.load(options.config)
     if options.model is not None:
         config = config.model_copy(update={"model": options.model})
     options.device = options.device or ("cuda" if config.engine.device == "cuda" else "cpu")
@@ -262,24 +267,20 @@ def prepared(options: argparse.Namespace, console: Console) -> tuple[ServiceConf
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    console, run_dir = Console(), None
+    console = Console()
     try:
-        options = options_of(arguments)
-        config, run_dir = prepared(options, console)
-        if options.dry_run:
-            check(options, config, console)
-            return
-        console.print(f"run      {run_dir}", highlight=False, soft_wrap=True)
-        if options.device == "cpu":
-            settle_torch(options.threads)
-        asyncio.run(learn(options, config, run_dir, console))
-    except* (AgentLoopError, OSError, ValueError) as group:
-        for error in group.exceptions:
-            console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(1)
-    except* KeyboardInterrupt:
-        console.print(f"interrupted; continue with --resume {run_dir}", highlight=False, soft_wrap=True)
-        sys.exit(130)
+        with clear_errors():
+            options = options_of(arguments)
+            config, run_dir = prepared(options, console)
+            if options.dry_run:
+                check(options, config, console)
+                return
+            console.print(f"run      {run_dir}   (continue it with --resume)", highlight=False, soft_wrap=True)
+            if options.device == "cpu":
+                settle_torch(options.threads)
+            run_to_end(learn(options, config, run_dir, console))
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain, count
 from random import Random
 
+from agentloop.errors import InvalidRequest
 from agentloop.rollout.environment import load_environment, tasks_of
 from agentloop.types import Limits, Message, RolloutTask
 from examples.tiny_policy.tasks import Problem, problems
@@ -81,7 +82,9 @@ def environment_tasks(
             tasks = tasks_of(environment, seed=_FIRST_SEED + 1000 * seed + epoch)
             others = [task for task in tasks if _question(task) not in kept]
             if not others:
-                raise ValueError(f"all {len(tasks)} tasks of {environment} are held out: choose a lower --held-out")
+                raise InvalidRequest(
+                    f"all {len(tasks)} tasks of {environment} are held out: choose a lower --held-out"
+                )
             yield from (prepared(task, f"{task.task_id}-{epoch}") for task in others)
 
     return [prepared(task, task.task_id) for task in held_out], training()
@@ -95,7 +98,7 @@ def _solved(task: RolloutTask) -> Iterator[Message]:
     """Return the messages of a task with its published answer."""
     turns = load_environment(task.environment or "").kind.gold(task) or ()
     if len(turns) != 1 or not isinstance(turns[0], str):
-        raise ValueError(f"{task.task_id} has no published answer that is one text: use --shots 0")
+        raise InvalidRequest(f"{task.task_id} has no published answer that is one text: use --shots 0")
     yield from (message for message in task.messages if message.role != "system")
     yield Message("assistant", turns[0])
 

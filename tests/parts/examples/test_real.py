@@ -102,9 +102,9 @@ def test_generated_tasks_come_from_other_seeds() -> None:
 
 
 def test_task_sets_that_cannot_be_split_or_shown_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"all 60 tasks of .* are held out: choose a lower --held-out"):
+    with pytest.raises(InvalidRequest, match=r"all 60 tasks of .* are held out: choose a lower --held-out"):
         next(environment_tasks(ENVIRONMENT, 60)[1])
-    with pytest.raises(ValueError, match="has no published answer that is one text: use --shots 0"):
+    with pytest.raises(InvalidRequest, match="has no published answer that is one text: use --shots 0"):
         environment_tasks("examples.14_shop:Shop", 1, num_shown=1)
 
 
@@ -194,7 +194,7 @@ def test_a_dry_run_checks_what_it_can_without_a_gpu(capsys: pytest.CaptureFixtur
     assert "trainer on cuda: bfloat16" in printed
     with pytest.raises(SystemExit, match="1"):
         real.main(["--dry-run", "--environment", "nowhere:Nothing"])
-    assert "error: " in capsys.readouterr().out
+    assert "error: " in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
