@@ -197,7 +197,7 @@ def parser_of_run() -> argparse.ArgumentParser:
     add("--config", type=Path, default=HERE / "real_cpu.yaml", help="the service's config, and the model")
     add("--url", help="a running service, which must serve the config's model; default: start one")
     add("--model", help="a folder, or a name of `agentloop models list`, in place of the config's")
-    add("--environment", default="reasoning_gym:letter_counting", help="such as bfcl:multiple, or my_env:Shop")
+    add("--environment", default="reasoning_gym:aiw", help="such as bfcl:multiple, or my_env:Shop")
     add("--shots", type=int, default=0, help="solved tasks in each prompt, for a model that misses the format")
     add("--max-tokens", type=int, help="tokens of a turn; default: the tasks' limit")
     add("--held-out", type=int, default=64, help="tasks of the evaluations, never trained on")

@@ -204,7 +204,7 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_killed_trainer_continues_without_a_lost_or_repeated_group(tmp_path: Path) -> None:
-    """The first kill is before the second checkpoint, the second one is between two steps with checkpoints."""
+    """The kill is before the second checkpoint. Ctrl-C follows, between two steps with checkpoints."""
     (tmp_path / "service").mkdir()
     config = simulated_config(mode="standalone", engine={"max_context_tokens": 512})
     async with whole_service(config, tmp_path / "service") as url, RolloutClient(url) as client:
@@ -214,7 +214,7 @@ async def test_a_killed_trainer_continues_without_a_lost_or_repeated_group(tmp_p
         await run_trainer(*SMALL, *start, *rare, until=lambda lines: "step     3/7" in lines)
         [run_dir] = (tmp_path / "runs").iterdir()
         resume = ("--resume", str(run_dir), "--url", url)
-        lines = await run_trainer(*resume, *often, until=lambda lines: "step     4/7" in lines)
+        lines = await run_trainer(*resume, *often, until=lambda lines: "step     4/7" in lines, kill=signal.SIGINT)
         # The lost process had pushed version 4 after its third step, and maybe later ones.
         version = re.search(r"resume   after step 0 as version (\d+), pushed", lines)
         assert version is not None
@@ -241,8 +241,10 @@ async def test_a_killed_trainer_continues_without_a_lost_or_repeated_group(tmp_p
     ]
 
 
-async def run_trainer(*options: str, until: Callable[[str], bool] = lambda lines: False) -> str:
-    """Run the trainer, and kill it once its output satisfies `until`. Returns the output."""
+async def run_trainer(
+    *options: str, until: Callable[[str], bool] = lambda lines: False, kill: signal.Signals = signal.SIGKILL
+) -> str:
+    """Run the trainer, and send a signal once its output satisfies `until`. Returns the output."""
     command = (sys.executable, "-u", "-m", "examples.train.real", *options)
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -254,13 +256,13 @@ async def run_trainer(*options: str, until: Callable[[str], bool] = lambda lines
             while line := await process.stdout.readline():
                 lines += line.decode()
                 if until(lines):
-                    process.send_signal(signal.SIGKILL)
+                    process.send_signal(kill)
                     break
             status = await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
-    assert status == (-signal.SIGKILL if until(lines) else 0), lines
+    assert status == (0 if not until(lines) else -kill if kill is signal.SIGKILL else 130), lines
     return lines
 
 
