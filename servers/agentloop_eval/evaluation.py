@@ -80,7 +80,7 @@ async def evaluate(
     priority: int = PRIORITY,
     on_sample: Callable[[], None] | None = None,
 ) -> Evaluation:
-    """SampleResult each task `num_samples` times and return the results. A task's category is its environment.
+    """Sample each task `num_samples` times and return the results. A task's category is its environment.
 
     The records stay in the service's store under their own rollout; no training run receives them. `on_sample`
     is called after each sample. Raises InvalidRequest if there are no tasks or two tasks have one id.

@@ -203,6 +203,7 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)  # three processes import torch and transformers, a minute each on a busy machine
 async def test_a_killed_trainer_continues_without_a_lost_or_repeated_group(tmp_path: Path) -> None:
     """The kill is before the second checkpoint. Ctrl-C follows, between two steps with checkpoints."""
     (tmp_path / "service").mkdir()
