@@ -53,6 +53,9 @@ class Score:
     main: PathScore | None = None  # the score of `Trajectory.path`, the latest path of the main conversation
     paths: Mapping[int | str, PathScore] = field(default_factory=dict)
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
+    agents: Mapping[str, float] = field(
+        default_factory=dict
+    )  # the rewards of agents with their own reward, by name
     untrainable_turns: tuple[str, ...] = ()  # paths with one of these as an own turn are not trainable
 
     @property
@@ -69,6 +72,7 @@ class Score:
             main=self.main if newer.main is None else newer.main,
             paths={**self.paths, **newer.paths},
             turn_rewards={**self.turn_rewards, **newer.turn_rewards},
+            agents={**self.agents, **newer.agents},
             untrainable_turns=tuple(dict.fromkeys((*self.untrainable_turns, *newer.untrainable_turns))),
         )
 
@@ -116,6 +120,7 @@ def checked(score: Score) -> Score:
             turn_id: _number(reward, f"the reward of turn {turn_id!r}")
             for turn_id, reward in score.turn_rewards.items()
         },
+        agents={name: _number(reward, f"the reward of agent {name!r}") for name, reward in score.agents.items()},
         untrainable_turns=tuple(score.untrainable_turns),
     )
 
@@ -132,6 +137,10 @@ def resolved(score: Score, trajectory: Trajectory) -> Score:
         if turn_id not in known:
             name = str(turn_id)[:MAX_SCORE_NAME_CHARS]
             raise RewardError(f"unknown turn {name!r}: the trajectory has {len(known)} turns, see Turn.turn_id")
+    if unknown_agents := sorted(score.agents.keys() - set(trajectory.agents)):
+        raise RewardError(
+            f"unknown agent {unknown_agents[0]!r}: the trajectory's agents are {[*trajectory.agents]}"
+        )
     indexes: dict[int | str, int] = {index: index for index in range(len(paths))}
     indexes |= {path.turns[-1].turn_id: index for index, path in enumerate(paths) if path.turns}
     if unknown := [name for name in score.paths if name not in indexes]:
@@ -168,6 +177,7 @@ def scored(trajectory: Trajectory, score: Score) -> Trajectory:
         reward=trajectory.reward if score.reward is None else score.reward,
         components={**trajectory.components, **score.components},
         metrics={**trajectory.metrics, **score.metrics},
+        agent_rewards={**trajectory.agent_rewards, **score.agents},
         paths=tuple(_scored_path(path, score, untrainable) for path in trajectory.paths),
     )
 

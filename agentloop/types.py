@@ -7,7 +7,7 @@ trainer's counter, an integer from 0 on. `values/sampling.py` has the sampling p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
@@ -270,6 +270,14 @@ class Limits:
     on_long_tool_response: OnExcess = OnExcess.ANSWER
 
 
+class Credit(StrEnum):
+    """The paths that receive the trajectory's reward. A path's own reward always takes precedence."""
+
+    TRAJECTORY = "trajectory"  # all paths
+    LINEAGE = "lineage"  # the main conversation, and the sub-agents whose results it used
+    MAIN = "main"  # the main conversation
+
+
 @dataclass(frozen=True, slots=True)
 class Judge:
     """A reward by another model of the service, which reads the rubric and the conversation.
@@ -287,7 +295,7 @@ class RolloutTask(SamplingOptions):
 
     `stop` are stop strings. `loop`, `reward` and `environment` are registered names or import paths
     (`my_package.my_loop:MyLoop`); `reward` may be a `Judge`. `tools` are names that the service configures, in
-    addition to the environment's tools.
+    addition to the environment's tools. `credit` selects the paths that receive the reward.
     """
 
     task_id: str
@@ -302,6 +310,7 @@ class RolloutTask(SamplingOptions):
     tool_setup: Mapping[str, JSON] = field(default_factory=dict)  # by tool: values for its `open`, such as files
     stop: tuple[str, ...] = ()
     environment: str | None = None
+    credit: Credit = Credit.LINEAGE
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         """Return the sampling parameters of a turn with at most `max_tokens`."""
@@ -466,7 +475,28 @@ class SplitReason(StrEnum):
     TOOLS_CHANGED = "tools_changed"  # other tool definitions
     HISTORY_EDIT = "history_edit"  # a message differs, is missing or was inserted: compaction, rewriting
     AMBIGUOUS = "ambiguous"  # the history matches several turns with different tokens
+    COMPACTED = "compacted"  # the loop replaced the history, by a summary for example
     TEMPLATE = "template"  # the chat template renders earlier messages differently now
+
+
+class PathKind(StrEnum):
+    """The relation of a token path to its parent in the trajectory's lineage."""
+
+    CONTINUES = "continues"  # the same conversation, with a changed history, system message or tools, or a branch
+    RETRIES = "retries"  # another sample of a prompt of its parent
+    COMPACTS = "compacts"  # a prompt with a summary, or another text of the parent, replaces the parent's history
+    DELEGATES = "delegates"  # a sub-agent's conversation: the parent, or a path after it, uses its result
+    UNRELATED = "unrelated"  # nothing leads from it to the final answer: a call for a title, for example
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """A token path's parent and its relation to it. docs/guides/lineage.md has the rules of the inference."""
+
+    kind: PathKind
+    parent: int | None = None  # index in `Trajectory.paths`, also of a later path; None for UNRELATED
+    evidence: str = ""  # the quote that links them, or the client's declaration
+    is_declared: bool = False  # the client named the parent; otherwise it was inferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,6 +523,8 @@ class TokenPath:
     parent: int | None = None  # index of the path that it branches from
     num_shared: int = 0  # tokens of prompt and response that it shares with its parent
     split_detail: str | None = None  # the first difference as text, old and new
+    lineage: Lineage | None = None  # None for the path with which its agent's main conversation begins
+    agent: str = ""  # its agent in a loop of several agents; empty: the main agent
     messages: tuple[Message, ...] = ()  # its conversation; the last ones may follow the last turn
     reward: float | None = None  # for this path, if set: see `Trajectory.reward_of`
     token_rewards: FloatArray | None = None  # one per response token, if set
@@ -515,17 +547,6 @@ class TokenPath:
                 num_constrained = turn.sampling.num_constrained(turn.end - turn.start)
                 constrained[turn.start : turn.start + num_constrained] = True
         return constrained
-
-    @property
-    def begins_conversation(self) -> bool:
-        """True if it does not continue another path's conversation.
-
-        With another system message or other tools, a prompt continues a conversation only if it echoes one of its
-        turns: a call for a title, for example, repeats only the user's text.
-        """
-        if self.split_reason in (SplitReason.SYSTEM_CHANGED, SplitReason.TOOLS_CHANGED) and self.num_shared == 0:
-            return sum(message.role == "assistant" for message in self.messages) <= len(self.turns)
-        return self.split_reason in (None, SplitReason.NEW_CONVERSATION, SplitReason.AMBIGUOUS)
 
     @property
     def own_turns(self) -> tuple[Turn, ...]:
@@ -588,7 +609,7 @@ class Trajectory:
     paths: tuple[TokenPath, ...]
     stop_reason: StopReason
     is_complete: bool
-    reward: float | None = None  # for the main conversation
+    reward: float | None = None  # for the paths that `credit` selects
     reward_error: str | None = None
     error: str | None = None
     num_tool_calls: int = 0
@@ -613,27 +634,30 @@ class Trajectory:
     trace_link: str = ""  # the trace context of its submission, which its trace links to
     adapter: str = ""  # it sampled all turns, and its versions are the weight versions; empty: the base weights
     end_reason: str = ""  # the environment's reason for the end of the episode
+    credit: Credit = Credit.LINEAGE
+    agent_rewards: Mapping[str, float] = field(default_factory=dict)  # by name, for agents with their own reward
     restart_reason: str = ""  # why it started again from its first turn after a lost worker
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # its unmasked tokens' staleness when the coordinator received it
 
     @property
     def main_conversation(self) -> tuple[int, ...]:
-        """Indices in `paths` of the main conversation's paths; empty if nothing was rendered.
+        """Indices in `paths` of the main conversation's paths, ascending; empty if nothing was rendered.
 
-        A path that continues, rewrites or branches from another path belongs to the same conversation, unless it
-        `begins_conversation`. The main conversation begins with `task_messages`, if there are any. Otherwise it has
-        the most turns, then the most sampled tokens, then the first start.
+        It begins with the path without a `lineage` and includes the paths that continue, retry or compact it. In a
+        loop of several agents it is the main agent's, or the first agent's if the main agent sampled nothing.
         """
-        task = _opening(self.task_messages)
+        linked = _linked(self.paths, _SAME_AGENT)
+        return tuple(index for index in linked if self.paths[index].agent == self.paths[0].agent)
 
-        def weight(places: tuple[int, ...]) -> tuple[int, ...]:
-            paths = [self.paths[place] for place in places]
-            is_task = bool(task) and any(_opening(path.messages)[: len(task)] == task for path in paths)
-            sizes = ((len(one.own_turns), one.num_own_sampled_tokens, one.split_reason is None) for one in paths)
-            return is_task, *map(sum, zip(*sizes, strict=True))
-
-        return max(_conversations(self.paths), key=weight, default=())
+    @property
+    def credited_paths(self) -> tuple[int, ...]:
+        """Indices in `paths` of the paths that `credit` gives the trajectory's reward, ascending."""
+        if self.credit is Credit.TRAJECTORY:
+            return tuple(range(len(self.paths)))
+        if self.credit is Credit.MAIN:
+            return self.main_conversation
+        return _linked(self.paths, _SAME_AGENT | {PathKind.DELEGATES})
 
     @property
     def path(self) -> TokenPath:
@@ -648,10 +672,44 @@ class Trajectory:
             )
         return self.paths[self.main_conversation[-1]]
 
+    @property
+    def num_uncredited_tokens(self) -> int:
+        """The number of sampled tokens in paths that do not receive the trajectory's reward."""
+        credited = set(self.credited_paths)
+        return sum(path.num_own_sampled_tokens for index, path in enumerate(self.paths) if index not in credited)
+
+    @property
+    def path_rewards(self) -> tuple[float | None, ...]:
+        """The reward of each path for training: its own, else its agent's or the trajectory's if it is credited."""
+        credited, by_agent = set(self.credited_paths), self.agent_rewards
+        return tuple(
+            by_agent.get(path.agent, self.reward) if path.reward is None and index in credited else path.reward
+            for index, path in enumerate(self.paths)
+        )
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents that have paths, in the order of their first paths."""
+        return tuple(dict.fromkeys(path.agent for path in self.paths))
+
+    def of_agent(self, name: str) -> Trajectory:
+        """Return the record of one agent: its paths, and its reward, or the trajectory's if it has none.
+
+        Raises NotFound for an agent without paths.
+        """
+        kept = [index for index, path in enumerate(self.paths) if path.agent == name]
+        if not kept:
+            raise NotFound(f"no agent {name!r} sampled a turn; the trajectory's agents are {list(self.agents)}")
+        index_of = {old: new for new, old in enumerate(kept)}
+        paths = tuple(_moved(self.paths[index], index_of.get) for index in kept)
+        reward = self.agent_rewards.get(name, self.reward)
+        return replace(
+            self, paths=tuple(replace(path, agent="") for path in paths), reward=reward, agent_rewards={}
+        )
+
     def reward_of(self, place: int) -> float | None:
-        """Return the reward of the path at an index: its own, or in the main conversation the trajectory's."""
-        own = self.paths[place].reward
-        return self.reward if own is None and place in self.main_conversation else own
+        """Return `path_rewards[place]`, the reward of the path at an index."""
+        return self.path_rewards[place]
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -705,26 +763,33 @@ class Trajectory:
         return replace(self, paths=paths, num_masked_tokens=num_masked)
 
 
-def _opening(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Return roles and contents without instructions, and without blanks at the ends."""
-    return [(one.role, one.content.strip()) for one in messages if one.role not in ("system", "developer")]
+def _moved(path: TokenPath, index_of: Callable[[int], int | None]) -> TokenPath:
+    """Return a path whose parents have other indices."""
+    lineage = path.lineage
+    if lineage is not None and lineage.parent is not None:
+        lineage = replace(lineage, parent=index_of(lineage.parent))
+    return replace(path, parent=None if path.parent is None else index_of(path.parent), lineage=lineage)
 
 
-def _conversations(paths: Sequence[TokenPath]) -> list[tuple[int, ...]]:
-    """Return the indices of each conversation's paths, ascending, in the order of their first paths."""
-    linked = list(range(len(paths)))  # each path to another of its conversation; the root to itself
+def paths_of_agents(by_agent: Mapping[str, Sequence[TokenPath]]) -> tuple[TokenPath, ...]:
+    """Return the paths of all agents as those of one trajectory, with the agents' names."""
+    joined: list[TokenPath] = []
+    for name, paths in by_agent.items():
+        offset = len(joined)
+        joined += [replace(_moved(path, offset.__add__), agent=name) for path in paths]
+    return tuple(joined)
 
-    def end_of(place: int) -> int:
-        while linked[place] != place:
-            linked[place] = linked[linked[place]]
-            place = linked[place]
-        return place
 
-    for place, path in enumerate(paths):
-        if not path.begins_conversation:
-            origin = max(place - 1, 0) if path.parent is None else path.parent
-            linked[end_of(place)] = end_of(origin)
-    found: dict[int, list[int]] = {}
-    for place in range(len(paths)):
-        found.setdefault(end_of(place), []).append(place)
-    return [tuple(places) for places in found.values()]
+_SAME_AGENT = frozenset({PathKind.CONTINUES, PathKind.RETRIES, PathKind.COMPACTS})
+
+
+def _linked(paths: Sequence[TokenPath], kinds: Set[PathKind]) -> tuple[int, ...]:
+    """Return the indices of the paths without a lineage, and of all that follow them by links of these kinds."""
+    children: dict[int | None, list[int]] = {}
+    for index, path in enumerate(paths):
+        if path.lineage is not None and path.lineage.kind in kinds:
+            children.setdefault(path.lineage.parent, []).append(index)
+    linked = [index for index, path in enumerate(paths) if path.lineage is None]
+    for index in linked:  # grows
+        linked += children.get(index, ())
+    return tuple(sorted(linked))

@@ -9,7 +9,7 @@ import pytest
 
 from agentloop.errors import RewardError
 from agentloop.score import PathScore, Score, ended, resolved, score_of, scored, scored_group
-from agentloop.types import FinishReason, SplitReason, StopReason, Trajectory
+from agentloop.types import FinishReason, Lineage, PathKind, SplitReason, StopReason, Trajectory
 from agentloop.values import codec
 from tests.support.records.samples import make_path, make_trajectory
 
@@ -26,8 +26,9 @@ def forked() -> Trajectory:
         split_reason=SplitReason.BRANCH,
         parent=0,
         num_shared=len(main.prompt_ids) + first.end,
+        lineage=Lineage(PathKind.CONTINUES, 0),
     )
-    side = replace(main, turns=(replace(first, turn_id="3"),), split_reason=SplitReason.NEW_CONVERSATION)
+    side = replace(main, turns=(replace(first, turn_id="3"),), lineage=Lineage(PathKind.UNRELATED))
     return make_trajectory(paths=(main, branch, side), reward=None)
 
 

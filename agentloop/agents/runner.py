@@ -29,7 +29,7 @@ from agentloop.types import Judge, RolloutTask, Trajectory
 __all__ = ["AgentLimits", "AgentProgram", "AgentRecord", "AgentRun", "run_agents"]
 
 # The session must not expire before the run, its reward and its open calls have ended.
-_SPARE_TTL_S = 300.0  # added to the maximum duration of a run for its session's TTL
+_SPARE_TTL_S = AGENT_GRACE_S + 300.0  # added to the limits of a run for the TTL of its session
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -105,16 +105,16 @@ async def run_agents(
 
     def open_session(sample: _Sample) -> AgentSession:
         own = sample.task.limits
-        needed_s = own.timeout_s + AGENT_GRACE_S + own.reward_timeout_s + limits.settle_s + _SPARE_TTL_S
         return client.session(
             rollout_id=rollout_id,
             group_id=sample.group_id,
             task_id=sample.task.task_id,
             sample_index=sample.index,
-            ttl_s=min(needed_s, MAX_TIMEOUT_S),
+            ttl_s=min(own.timeout_s + own.reward_timeout_s + limits.settle_s + _SPARE_TTL_S, MAX_TIMEOUT_S),
             on_overflow=on_overflow,
             on_malformed_call=on_malformed_call,
             task_messages=sample.task.messages,
+            credit=sample.task.credit,
         )
 
     runner = _SampleRunner(program, open_session, limits, rewards)

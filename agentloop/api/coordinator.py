@@ -435,6 +435,17 @@ class StoreStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaHold:
+    """Replicas that keep a weight version for an evaluation: weight updates skip them until it ends."""
+
+    hold_id: str
+    version: int
+    replicas: tuple[str, ...]
+    lost: tuple[str, ...] = ()  # held replicas that were lost, or got other weights
+    left_s: float = 0.0  # time until its timeout
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     """The current state of the service."""
 
@@ -473,6 +484,7 @@ class ServiceStatus:
     store: StoreStatus | None = None  # None: the service follows no store of versions
     adapters: tuple[NamedAdapter, ...] = ()  # named adapters, ordered by the time of their push
     num_awaiting_turn: int = 0  # weight updates that wait for this model's turn on shared accelerators
+    holds: tuple[ReplicaHold, ...] = ()  # replicas that keep an older version for evaluations
 
 
 @dataclass(frozen=True, slots=True)
@@ -833,6 +845,15 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, TrainerPort, SeeingPort, Prot
         Raises NotFound for an unknown host, and Conflict for the coordinator's host and the last host with a
         replica.
         """
+
+    async def hold(self, hold_id: str, num_replicas: int, timeout_s: float, lease_s: float) -> ReplicaHold:
+        """Keep replicas at the served version, for `lease_s` without a renewal and `timeout_s` in total.
+
+        Waits for a running update. A repeated call returns the hold. Raises Conflict if too few replicas are ready.
+        """
+
+    async def renew_hold(self, hold_id: str, lease_s: float) -> ReplicaHold:
+        """Extend a hold by `lease_s`, or end it with 0. Raises NotFound, with the reason, if it has ended."""
 
     async def look_at_store(self) -> StoreStatus:
         """Poll the store of weight versions now.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -83,6 +83,9 @@ MAX_TOOL_CALLS = 256
 MAX_REFERENCE_DEPTH = 32
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_WAIT_S = 60.0
+MAX_HOLD_S = 7 * 24 * 3600.0
+DEFAULT_HOLD_S = 3600.0
+HOLD_LEASE_S = 60.0  # a hold ends after this time without a renewal
 MAX_PAGE = 256  # trajectories per read
 MAX_PRIORITY = 1000
 MAX_SHARE = 1000.0
@@ -430,6 +433,9 @@ def _reward_shape(value: Any) -> str:
     return "~text" if isinstance(value, str) else "~judge"
 
 
+CreditName: TypeAlias = Literal["trajectory", "lineage", "main"]
+
+
 class TaskBody(SamplingOptionsBody):
     """A `RolloutTask`. The lines of task files have the same fields."""
 
@@ -451,6 +457,7 @@ class TaskBody(SamplingOptionsBody):
     template_kwargs: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
     tool_setup: dict[Name, Json] = Field(default_factory=dict, max_length=MAX_TASK_TOOLS)
     environment: EnvironmentName | None = None
+    credit: CreditName = _TASK.credit.value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -625,6 +632,22 @@ class DrainBody(Body):
 
     host: Annotated[str, Field(min_length=1, max_length=255)]
     undo: bool = False
+
+
+class HoldBody(Body):
+    """The body of `POST /admin/hold`: keep replicas at the served weight version."""
+
+    hold_id: Id
+    replicas: Annotated[int, Field(ge=1)]
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_HOLD_S)] = DEFAULT_HOLD_S
+    lease_s: Annotated[float, Field(gt=0, le=MAX_HOLD_S)] = HOLD_LEASE_S
+
+
+class RenewHoldBody(Body):
+    """The body of `POST /admin/hold/renew`: extend a hold by `lease_s`; 0 ends it."""
+
+    hold_id: Id
+    lease_s: Annotated[float, Field(ge=0, le=MAX_HOLD_S)] = HOLD_LEASE_S
 
 
 def _one_source(schema: dict[str, Any]) -> None:

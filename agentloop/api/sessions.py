@@ -18,13 +18,14 @@ from agentloop.api.requests import (
     MAX_TIMEOUT_S,
     MAX_WAIT_S,
     Body,
+    CreditName,
     Id,
     Name,
     Text,
     VersionDemandBody,
 )
 from agentloop.score import MAX_NAMES, MAX_SCORE_NAME_CHARS, PathScore, Score
-from agentloop.types import JSON, StopReason, Trajectory
+from agentloop.types import JSON, Credit, StopReason, Trajectory
 from agentloop.values import codec
 
 SESSIONS_ROLLOUT_ID = "sessions"  # the default rollout of sessions
@@ -57,6 +58,7 @@ class NewSessionBody(Body):
     - `task_messages`: the messages of the task. The conversation that begins with them is the main one.
     - `weight_version`: the versions accepted by calls that do not set their own.
     - `adapter`: used for all calls, regardless of their `model`.
+    - `credit`: the token paths that receive the session's reward. See docs/guides/lineage.md.
     """
 
     session_id: Id | None = None
@@ -70,6 +72,7 @@ class NewSessionBody(Body):
     task_messages: list[TaskMessage] = Field(default_factory=list, max_length=MAX_TASK_MESSAGES)
     weight_version: VersionDemandBody | None = None
     adapter: Name | None = None
+    credit: CreditName = Credit.LINEAGE.value
 
 
 class PathScoreBody(Body):

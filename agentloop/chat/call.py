@@ -20,7 +20,7 @@ from agentloop.images import Image, ImageRef, each_once, shown
 from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import constraint_of, format_of, loads
 from agentloop.parsers.json_schema import loosened
-from agentloop.trajectory.node import Node, Reply
+from agentloop.trajectory.node import Declaration, Node, Reply
 from agentloop.types import (
     JSON,
     Constraint,
@@ -69,6 +69,7 @@ class ChatCall:
     images: tuple[Image, ...] = ()  # the images in `messages`, without duplicates
     traceparent: str = ""  # the caller's W3C trace context, or empty
     adapter: str = ""  # the adapter of a call outside a session; empty for the base weights
+    declaration: Declaration | None = None  # the place in the lineage that the client declares
     continues: bool = False  # the last of `messages` is the beginning of the reply
 
     @property

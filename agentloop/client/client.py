@@ -17,6 +17,7 @@ import os
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from agentloop.api.annotations import AnnotationValues, annotation_of
 from agentloop.api.coordinator import (
     HostDrain,
     Page,
+    ReplicaHold,
     RolloutStatus,
     ServiceStatus,
     UpdateReport,
@@ -41,6 +43,7 @@ from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.requests import (
+    DEFAULT_HOLD_S,
     MAX_ANNOTATIONS,
     MAX_SCORED_PROMPTS,
     MAX_SCORES,
@@ -61,6 +64,7 @@ from agentloop.api.requests import (
 )
 from agentloop.api.sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody, OnMalformedCall, OnOverflow
 from agentloop.client.batches import Batch, BatchPosition, BatchRule, Carry, batches_of
+from agentloop.client.hold import HeldReplicas, held_replicas
 from agentloop.client.publish import PublishOptions, PublishReport, open_publisher, tensor_bytes
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
 from agentloop.client.rollout import PartPosition, Rollout, follow
@@ -70,6 +74,7 @@ from agentloop.concurrency.aio import run_to_end
 from agentloop.engine.interface import MemoryTag, PushSource
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, NotFound
 from agentloop.types import (
+    Credit,
     Generation,
     KVPolicy,
     Message,
@@ -250,6 +255,7 @@ class RolloutClient:
         share: float = 1.0,
         max_running: int | None = None,
         adapter: str | None = None,
+        credit: Credit | None = None,
         timeout_s: float = 3600.0,
         part_id: Callable[[int], str] | None = None,
     ) -> Rollout:
@@ -266,22 +272,21 @@ class RolloutClient:
 
         Scheduling: samples of a higher `priority` always start first, so an evaluation overtakes training. Runs of
         equal priority share the capacity in proportion to `share`. At most `max_running` trajectories of a run are
-        live. Without these options and without a `run_id`, the work of one key starts in submit order. With an
-        `adapter`, all turns are sampled under it, and weight versions are the adapter's.
+        live. Without these options and without a `run_id`, the work of one key starts in submit order. An `adapter`
+        samples all turns, and weight versions are its versions. `credit` replaces the `credit` of all tasks.
         While the service's queue is full, the tasks are submitted in smaller parts; `part_id` maps the index of a
         part's first task to its rollout id (default: random). After `timeout_s`, DeadlineExceeded is raised. A
         failed submit cancels its accepted parts. Raises InvalidRequest for an invalid task.
         """
         self._warn_of_truncation(tasks)
+        if credit is not None:
+            tasks = [replace(task, credit=credit) for task in tasks]
         bodies = [_with_lists(task_fields(task)) for task in tasks]
-        has_limit = max_staleness is not None or trajectories_per_version is not None
-        if has_limit or max_running is not None or share != 1.0:
+        staleness = _staleness_fields(max_staleness, on_stale, trajectories_per_version)
+        if staleness or max_running is not None or share != 1.0:
             run_id = run_id or _new_id()  # the limits apply to all parts together
         options: dict[str, Any] = {"num_samples": num_samples, "keep": keep, "run_id": run_id, "priority": priority}
-        options |= {"share": float(share), "max_running": max_running, "adapter": adapter}
-        if has_limit:
-            limit = {"max_staleness": max_staleness, "trajectories_per_version": trajectories_per_version}
-            options |= {**limit, "on_stale": on_stale.value}
+        options |= {"share": float(share), "max_running": max_running, "adapter": adapter, **staleness}
         rollout = Rollout(self)
         try:
             async with asyncio.timeout(timeout_s):
@@ -435,6 +440,7 @@ class RolloutClient:
         task_messages: Iterable[Message] = (),
         weight_version: VersionDemand | None = None,
         adapter: str | None = None,
+        credit: Credit = Credit.LINEAGE,
         max_retries: int = 2,
         timeout_s: float = 600.0,
     ) -> AgentSession:
@@ -442,15 +448,15 @@ class RolloutClient:
 
         The record is sample `sample_index` of `group_id`, by default of a new group. A session that is not finished
         within `ttl_s` ends with an incomplete record. `max_retries` and `timeout_s` are for its OpenAI client.
-        `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version` and `adapter` are described at
-        `NewSessionBody`.
+        `NewSessionBody` describes `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version`, `adapter`
+        and `credit`.
         """
         # The client chooses the id, so that a retried request creates only one session.
         names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
         place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
         demand = None if weight_version is None else codec.to_builtins(weight_version)
         policy = {"on_overflow": on_overflow, "on_malformed_call": on_malformed_call, "weight_version": demand}
-        policy |= {"adapter": adapter}
+        policy |= {"adapter": adapter, "credit": str(credit)}
         messages = [{"role": message.role, "content": message.content} for message in task_messages]
         body = check_body({**names, **place, **policy, "task_messages": messages}, NewSessionBody)
         return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)
@@ -605,6 +611,19 @@ class RolloutClient:
         body = check_body({"host": host, "undo": undo}, DrainBody)
         return await self._post("/admin/drain", body, HostDrain, is_admin=True)
 
+    def hold(
+        self, replicas: int, *, timeout_s: float = DEFAULT_HOLD_S
+    ) -> AbstractAsyncContextManager[HeldReplicas]:
+        """Keep `replicas` replicas at the served weight version inside the `async with` block.
+
+        Weight updates skip them, and they catch up afterwards, at the latest after `timeout_s`. Needs the admin
+        key. Raises Conflict if too few replicas are ready.
+        """
+        return held_replicas(self._hold, replicas, timeout_s)
+
+    async def _hold(self, path: str, body: BaseModel) -> ReplicaHold:
+        return await self._post(path, body, ReplicaHold, is_admin=True)
+
     async def status(self) -> ServiceStatus:
         """Return the current status of the service."""
         return await self._get("/status", ServiceStatus)
@@ -722,6 +741,16 @@ def _next_scores(prompts: Sequence[dict[str, Any]], begin: int, top_k: int) -> S
             break
         end += 1
     return prompts[begin:end]
+
+
+def _staleness_fields(
+    max_staleness: int | None, on_stale: OnStale, trajectories_per_version: int | None
+) -> dict[str, Any]:
+    """Return the fields of a submission's staleness limit; empty without one."""
+    if max_staleness is None and trajectories_per_version is None:
+        return {}
+    per_version = {"trajectories_per_version": trajectories_per_version}
+    return {"max_staleness": max_staleness, "on_stale": on_stale.value, **per_version}
 
 
 def _with_lists(value: Any) -> Any:

@@ -243,6 +243,7 @@ class LateReplicas:
             peer
             for peer in self._fleet.placeable()
             if peer.replica_id != replica.replica_id
+            and peer.weight_version == self._fleet.weight_version  # a held one may have an older version
             and peer.registration.entry == replica.registration.entry
             and peer.registration.info.name == info.name
             and peer.registration.info.num_workers == info.num_workers

@@ -6,7 +6,8 @@
              ASLEEP
 
 The coordinator's event loop owns the one `Fleet`. It never awaits, and callers pass the time. Invariants:
-- only a READY replica with exactly the fleet's weight version takes traffic;
+- only a READY replica takes traffic, with exactly the fleet's weight version or with the version of its hold;
+- a hold of a replica ends as soon as the replica's version changes or it is quarantined;
 - a replica becomes READY from UPDATING, after the canary check, or from SUSPECT if its weights are still current;
 - a QUARANTINED replica leaves this state only through UPDATING and a commit of the fleet's version;
 - an ASLEEP replica keeps its leases and takes no traffic; the version that it reports is ignored until it wakes.
@@ -17,7 +18,7 @@ was replaced in between (another `incarnation`), the method has no effect and it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from agentloop.engine.weight_digest import are_comparable
 from agentloop.errors import InvariantBroken, ModelNotFound, UnsupportedParameter
 from agentloop.types import Load
 from agentloop.values.capabilities import Feature, Needs, features_of, hint_of, param_of
+from agentloop.values.sampling import VersionDemand
 
 
 class ReplicaState(StrEnum):
@@ -83,7 +85,8 @@ class ReplicaRecord:
     failed_at: tuple[tuple[float, str], ...] = ()  # times and caller processes of the latest failed calls
     needs_probe: bool = False  # takes no traffic until it answers a probe
     num_contradictions: int = 0
-    is_held: bool = False  # takes no traffic until the running resume ends
+    is_resuming: bool = False  # takes no traffic until the running resume ends
+    held_by: str = ""  # the hold that keeps its version, which may be older than the fleet's; empty: none
     lacks: frozenset[str] = frozenset()  # served adapters whose files it could not read
 
     @property
@@ -118,6 +121,8 @@ class Fleet:
         self._longest_tokens = 0  # the longest context of these engines
         self._drained: frozenset[str] = frozenset()
         self.adapters: Mapping[str, int] = {}  # adapter name -> served version
+        self.coming_version: int | None = None  # the version of a running update
+        self.held_versions: frozenset[int] = frozenset()  # the versions of held replicas
         self.num_placement_changes = 0  # increases with every change that may affect `placeable`
 
     @property
@@ -141,6 +146,7 @@ class Fleet:
         """Stop new traffic on the replicas of `hosts`, and on no others."""
         self._drained = hosts
         self.num_placement_changes += 1
+        self._end_holds(lambda one: one.host in hosts)
 
     def drained(self) -> tuple[ReplicaRecord, ...]:
         """Return the replicas on drained hosts, whose leases should move."""
@@ -152,8 +158,47 @@ class Fleet:
         return tuple(replica for replica in self._replicas.values() if replica.state in states)
 
     def is_current(self, replica: ReplicaRecord) -> bool:
-        """Return True if the replica is known to hold the fleet's weights."""
-        return replica.weight_version is not None and replica.weight_version == self._weight_version
+        """Return True if the replica is known to have the weights that it should serve."""
+        if replica.weight_version is None:
+            return False
+        return bool(replica.held_by) or replica.weight_version == self._weight_version
+
+    # Holds
+
+    def hold(self, replica: ReplicaRecord, hold_id: str) -> None:
+        """Keep a replica at its version until `end_hold`: updates skip it, and it stays in traffic."""
+        if (current := self._same(replica)) is not None:
+            self._put(replace(current, held_by=hold_id))
+
+    def held(self, hold_id: str = "") -> tuple[ReplicaRecord, ...]:
+        """Return the replicas of a hold; without an id those of all holds."""
+        if not self.held_versions:
+            return ()
+        return tuple(one for one in self._replicas.values() if one.held_by and hold_id in ("", one.held_by))
+
+    def end_hold(self, hold_id: str) -> None:
+        """End a hold. Replicas with an older version than the fleet's join again. Idempotent."""
+        self._end_holds(lambda one: one.held_by == hold_id)
+
+    def _end_holds(self, is_over: Callable[[ReplicaRecord], bool]) -> None:
+        for replica in self.held():
+            if is_over(replica):
+                self._rejoin_if_old(self._put(replace(replica, held_by="")))
+
+    def accepts(self, needs: Needs, replica: ReplicaRecord) -> bool:
+        """Return True if the version of a replica in traffic fits the needs."""
+        version, demand = replica.weight_version, needs.version
+        if version is None or needs.adapter or not self.held_versions:
+            return True
+        if demand is not None:
+            # Other replicas may leave the version at any time.
+            is_held = demand.exact_version in self.held_versions
+            return demand.accepts(version) and (bool(replica.held_by) or not is_held)
+        served = self._weight_version
+        if served is None or version == served:
+            return True
+        newest = max(served, self.coming_version or 0)
+        return version < served and newest - version <= needs.max_staleness
 
     # Capabilities of engines
 
@@ -197,8 +242,15 @@ class Fleet:
         """Raise ModelNotFound if the adapter is not served, WeightVersionNotServed if the version does not fit."""
         if needs.adapter and needs.adapter not in self.adapters:
             raise ModelNotFound(f"the adapter {shown_id(needs.adapter)!r} is no longer served", param="model")
-        if needs.version is not None:
+        if needs.version is not None and not self.serves(needs.version, needs.adapter):
             needs.version.check(self.version_of(needs.adapter))
+
+    def serves(self, demand: VersionDemand, adapter: str = "") -> bool:
+        """Return True unless the served versions are known and not accepted."""
+        served = self.version_of(adapter)
+        if served is None or demand.accepts(served):
+            return True
+        return not adapter and any(demand.accepts(version) for version in self.held_versions)
 
     def _having(self, feature: Feature) -> list[str]:
         return [name or info.name for name, info in self._engines.items() if feature in info.features]
@@ -333,7 +385,7 @@ class Fleet:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return False
-        self._move(replica, ReplicaState.GONE)
+        self._move(replace(replica, held_by=""), ReplicaState.GONE)
         del self._replicas[replica_id]
         self.num_placement_changes += 1
         return True
@@ -409,11 +461,11 @@ class Fleet:
         if current is not None and (name in current.lacks) == is_held:
             self._put(replace(current, lacks=current.lacks ^ {name}))
 
-    def hold(self, replica: ReplicaRecord, is_held: bool) -> None:
+    def mark_resuming(self, replica: ReplicaRecord, is_resuming: bool) -> None:
         """Keep a replica out of traffic, or end this, without a change of its state."""
         current = self._same(replica)
         if current is not None:
-            self._put(replace(current, is_held=is_held))
+            self._put(replace(current, is_resuming=is_resuming))
 
     def put_back(self, replica: ReplicaRecord) -> None:
         """Move an UPDATING replica back to the state of `replica`, because its weights did not change."""
@@ -462,7 +514,7 @@ class Fleet:
             self._offer_version(replica)
 
     def _takes_traffic(self, replica: ReplicaRecord) -> bool:
-        is_free = not replica.is_held and not (self._drained and replica.host in self._drained)
+        is_free = not replica.is_resuming and not (self._drained and replica.host in self._drained)
         return replica.state is ReplicaState.READY and self.is_current(replica) and is_free
 
     def _offer_version(self, replica: ReplicaRecord) -> None:
@@ -480,8 +532,11 @@ class Fleet:
         self._weight_version, self.weight_digest = version, digest
         self.num_placement_changes += 1
         for replica in self.replicas:
-            if replica.state is ReplicaState.READY and replica.weight_version != version:
-                self._move(replica, ReplicaState.JOINING)
+            self._rejoin_if_old(replica)
+
+    def _rejoin_if_old(self, replica: ReplicaRecord) -> None:
+        if replica.state is ReplicaState.READY and not self.is_current(replica):
+            self._move(replica, ReplicaState.JOINING)
 
     def _compare(self, replica: ReplicaRecord, is_paused: bool | None = None) -> None:
         """Compare the report of a READY or SUSPECT replica with its record and its orders."""
@@ -519,10 +574,19 @@ class Fleet:
 
     def _put(self, replica: ReplicaRecord) -> ReplicaRecord:
         known = self._replicas.get(replica.replica_id)
-        if known is None or (
-            (known.state, known.weight_version, known.registration, known.is_held, known.lacks)
-            != (replica.state, replica.weight_version, replica.registration, replica.is_held, replica.lacks)
-        ):
+        is_changed = known is not None and known.weight_version != replica.weight_version
+        if replica.held_by and (is_changed or replica.state is ReplicaState.QUARANTINED):
+            replica = replace(replica, held_by="")
+        if known is None or _placing_facts(known) != _placing_facts(replica):
             self.num_placement_changes += 1
         self._replicas[replica.replica_id] = replica
+        if replica.held_by or (known is not None and known.held_by):
+            held = (one.weight_version for one in self._replicas.values() if one.held_by)
+            self.held_versions = frozenset(version for version in held if version is not None)
         return replica
+
+
+def _placing_facts(replica: ReplicaRecord) -> tuple[object, ...]:
+    """Return the facts of a replica that decide whether it takes traffic, and which."""
+    weights = replica.weight_version, replica.held_by, replica.lacks
+    return replica.state, replica.registration, replica.is_resuming, *weights

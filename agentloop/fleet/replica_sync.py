@@ -480,7 +480,8 @@ class ReplicaSync:
 
         A folder is read only if its files have changed. Pushed weights are staged but never committed.
         """
-        replicas = [one for one in self._fleet.placeable() if one.replica_id not in self._claimed]
+        free = (one for one in self._fleet.placeable() if one.replica_id not in self._claimed)
+        replicas = [one for one in free if not one.held_by]
         if update.receivers:
             replicas = [one for one in replicas if one.replica_id in update.receivers]
         if not replicas:
@@ -540,14 +541,21 @@ class ReplicaSync:
             raise InvalidRequest(message, param="version")
 
     def _takers(self, receivers: tuple[str, ...]) -> list[ReplicaRecord]:
-        """Return the replicas of an update. Replicas outside the trainer's group catch up afterwards."""
+        """Return the replicas of an update. Held replicas catch up after their hold, and replicas outside the
+        trainer's group afterwards."""
         replicas = self._unclaimed(
             ReplicaState.READY, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.ASLEEP
         )
+        # An update wakes a sleeping fleet, so it ends the holds there.
+        replicas = [one for one in replicas if not one.held_by or one.state is ReplicaState.ASLEEP]
         if receivers:
             replicas = [one for one in replicas if one.replica_id in receivers or one.state is ReplicaState.ASLEEP]
         if not replicas:
-            raise NoHealthyReplica("no healthy replica can receive weights now: retry later")
+            held = len(self._fleet.held())
+            of_holds = (
+                f" ({held} keep their version for evaluations, until `holds` in the status end)" if held else ""
+            )
+            raise NoHealthyReplica(f"no healthy replica can receive weights now{of_holds}: retry later")
         return replicas
 
     async def _stage_and_switch(
@@ -650,11 +658,11 @@ class ReplicaSync:
 
         The canary check of weights that were committed in a pause runs here, and may refuse them.
         """
-        self._fleet.hold(replica, True)
+        self._fleet.mark_resuming(replica, True)
         try:
             await self.steps.resume(replica)
         finally:
-            self._fleet.hold(replica, False)
+            self._fleet.mark_resuming(replica, False)
 
     # Shared by all procedures
 

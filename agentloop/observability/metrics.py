@@ -110,6 +110,7 @@ FAMILIES = {
             ("tokens_lost_total", "Sampled tokens that were discarded.", ("cause",)),
             ("turns_resumed_total", "Turns of lost workers from which trajectories continued.", ()),
             ("turn_tokens_total", "Tokens of turns: prompt; cached part of the prompt; sampled.", ("kind",)),
+            ("tokens_uncredited_total", "Sampled tokens in paths that a reward does not reach.", ("lineage",)),
             ("splits_total", "Paths that could not extend the previous path.", ("reason",)),
             ("tool_calls_total", "Tool calls.", ("tool", "outcome")),
             ("reward_errors_total", "Failed rewards.", ()),
@@ -335,6 +336,10 @@ def count_record(tally: MetricsTally, record: Trajectory, source: str) -> None:
     for path in record.paths:
         if path.split_reason is not None:
             tally.count("splits_total", path.split_reason)
+    credited = set(record.credited_paths)
+    for index, path in enumerate(record.paths):
+        if index not in credited and path.lineage is not None:
+            tally.count("tokens_uncredited_total", path.lineage.kind, by=path.num_own_sampled_tokens)
     if record.times is not None:
         for cause, num_tokens in record.times.lost_tokens.items():
             tally.count("tokens_lost_total", cause, by=num_tokens)

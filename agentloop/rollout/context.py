@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,7 @@ from agentloop.types import (
 from agentloop.values.sampled_tokens import SampledTokens
 
 REFUSAL_PAUSE_S = 1.0
+_AGENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class LoopContext:
@@ -122,9 +124,10 @@ class LoopContext:
         self._score = Score()
         self.deadline = Deadline()  # the loop's deadline; a running turn ends at it and keeps its tokens
         self.has_lost_call = False  # a generation was started and its tokens were not received
-        self._is_over = False
-        self.num_tool_errors = 0
+        self._is_over, self.num_tool_errors = False, 0
         self.generate_s, self.tool_s = 0.0, 0.0
+        self._agents: dict[str, LoopContext] = {}
+        self.is_trained = True
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -200,6 +203,11 @@ class LoopContext:
     def score(self) -> Score:
         """The score that the loop has set so far."""
         return self._score
+
+    @property
+    def contexts(self) -> Mapping[str, LoopContext]:
+        """This context under the name "", and those of the other agents."""
+        return {"": self, **self._agents}
 
     @property
     def turn_id(self) -> str:
@@ -279,6 +287,8 @@ class LoopContext:
     def close(self) -> None:
         """End the trajectory: later calls to sample or to run tools raise Conflict, also in an abandoned loop."""
         self._is_over = True
+        for agent in self._agents.values():
+            agent.close()
 
     async def _refuse(self) -> NoReturn:
         await asyncio.sleep(REFUSAL_PAUSE_S)  # a loop that catches every error must not spin
@@ -325,6 +335,54 @@ class LoopContext:
         # Do not check the turn's own staleness here: if it is the last turn, the trajectory is already complete.
         self._check_abort(reply)
         return reply
+
+    def agent(self, name: str, *messages: Message, has_tools: bool = True, is_trained: bool = True) -> LoopContext:
+        """Return the context of another agent of this trajectory, which the policy plays too.
+
+        The agent has its own conversation, which begins with `messages`, and its own reward (`set_reward`), which
+        replaces the trajectory's for its paths. The limits of the task apply to all agents together, and agents may
+        sample concurrently. The record has the paths of all agents; `Trajectory.of_agent` returns those of one.
+        Without `is_trained`, its paths are recorded, but not trainable. The trajectory cannot be resumed: if its
+        worker is lost, it starts again from its first turn.
+
+        Raises InvalidRequest for a name that is taken or is not 1 to 64 letters, digits, `_` or `-`, without
+        messages, in the context of another agent, and as `observe` does.
+        """
+        if _AGENT_NAME.fullmatch(name) is None or name in self._agents:
+            raise InvalidRequest(
+                f"agent {name[:128]!r}: expected a new name of 1 to 64 letters, digits, '_' or '-'", param="name"
+            )
+        if not messages:
+            raise InvalidRequest(f"agent {name!r} has no messages: its conversation needs a first prompt")
+        if self._path.prefix:
+            raise InvalidRequest(f"agent {name!r}: only the main agent's context can start agents")
+        _check_contents(messages)
+        if self._journal is not None:
+            self._journal.forget()
+            self._journal = None
+        agent = LoopContext(
+            self.task,
+            f"{self.trajectory_id}.{name}",
+            engine=self._engine,
+            reader=self._reader,
+            renderer=self._renderer,
+            tools=self._tools,
+            budget=self._budget,
+            kv_policy=self._kv_policy,
+            seed=self._seed,
+            turn_timeout_s=self._turn_timeout_s,
+            guard=self._guard,
+            placer=self._placer,
+            stopwatch=self.stopwatch,
+            models=self._models,
+            trace_of=self._trace_of,
+        )
+        agent._path = GrowingPath(messages, prefix=f"{name}-")
+        agent._definitions = self._definitions if has_tools else []
+        agent.is_trained = is_trained
+        agent.deadline = self.deadline
+        self._agents[name] = agent
+        return agent
 
     def model(self, name: str) -> OtherModel:
         """Return another model of the service, such as a user simulator or a judge.
@@ -438,18 +496,19 @@ class LoopContext:
 
         Raises InvalidRequest for content that is not a string or cannot be encoded as UTF-8.
         """
-        for message in messages:
-            if not isinstance(message.content, str):
-                raise InvalidRequest(
-                    f"the content of a {message.role} message must be a str, not {type(message.content).__name__}"
-                )
-            try:
-                message.content.encode()
-            except UnicodeEncodeError as error:
-                raise InvalidRequest(
-                    f"the content of a {message.role} message cannot be encoded as UTF-8: {error}"
-                ) from error
+        _check_contents(messages)
         self._path.observe(*messages)
+
+    def replace_history(self, *messages: Message) -> None:
+        """Replace the conversation by `messages`, such as the task's messages and a summary.
+
+        The next turn's prompt has only these messages, and begins a new token path that `compacts` the present one.
+        Raises InvalidRequest before the first turn, and as `observe` does.
+        """
+        if self._path.last_turn is None:
+            raise InvalidRequest("no turn was sampled from the last prompt: call ctx.sample() first")
+        _check_contents(messages)
+        self._path.replace_history(messages)
 
     async def _observe_pending(self, wanted: int | None) -> None:
         """Add the token ids of pending messages to the path. Raises LimitReached if the next turn does not fit."""
@@ -529,7 +588,7 @@ class LoopContext:
                 image_data=self.task.images if self._path.context_images else (),
                 keeps_late=not task.stop,
                 keeps_kv=keeps_kv,
-                traceparent=self._trace_of(str(turn_index)),
+                traceparent=self._trace_of(self._path.next_turn_id),
                 adapter=self._engine.adapter,
                 num_known_tokens=self._path.num_known_tokens,
             ),
@@ -538,3 +597,17 @@ class LoopContext:
             deadline=self.deadline,
             stopwatch=self.stopwatch,
         )
+
+
+def _check_contents(messages: Sequence[Message]) -> None:
+    for message in messages:
+        if not isinstance(message.content, str):
+            raise InvalidRequest(
+                f"the content of a {message.role} message must be a str, not {type(message.content).__name__}"
+            )
+        try:
+            message.content.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the content of a {message.role} message cannot be encoded as UTF-8: {error}"
+            ) from error

@@ -47,6 +47,7 @@ from agentloop.rendering.port import Renderer
 from agentloop.rollout.budget import Budget, LimitReached, StalenessGuard
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.environment import LoadedEnvironment, load_environment
+from agentloop.rollout.episode import episode_paths, episode_score
 from agentloop.rollout.loops import SHIPPED_LOOPS, AgentLoop, ResumableLoop, load_loop
 from agentloop.rollout.models import JUDGE_TIMEOUT_S, ModelsPort, NoModels
 from agentloop.rollout.rewards import (
@@ -361,7 +362,8 @@ class TrajectoryRun:
         is_stopped = self._outcome.stop_reason is StopReason.STALE
         if self._guard is None or self._ctx is None or not (self._is_complete or is_stopped):
             return
-        if self._guard.settle(self._ctx.path) is OnStale.DROP:
+        settled = [self._guard.settle(one.path) for one in self._ctx.contexts.values()]
+        if OnStale.DROP in settled:
             self._outcome = _Outcome(
                 StopReason.STALE, "dropped: its weight versions exceed the run's staleness limit", is_dropped=True
             )
@@ -374,7 +376,7 @@ class TrajectoryRun:
         """
         if self._ctx is None or self._outcome.is_dropped:
             return
-        record, base, problems = self._unscored_record(), self._ctx.score, [self._tools_problem]
+        record, base, problems = self._unscored_record(), episode_score(self._ctx.contexts), [self._tools_problem]
         try:
             base = base.joined(self._tools_score) if self._has_ended_well else Score(metrics=base.metrics)
             record = scored(record, base)
@@ -417,18 +419,20 @@ class TrajectoryRun:
     def _with_times(self, record: Trajectory) -> Trajectory:
         ctx = self._ctx
         stopwatch = ctx.stopwatch if ctx else self._stopwatch
+        contexts = list(ctx.contexts.values()) if ctx else []
+        calls = [call for one in contexts for call in one.tool_calls]
         times = TrajectoryTimes(
             began_at=stopwatch.began_at,
             ended_us=stopwatch(),
             worker=self._parts.reporter.process_id,
-            tool_calls=tuple(ctx.tool_calls) if ctx else (),
+            tool_calls=tuple(sorted(calls, key=lambda call: call.begun_us)),
             moves=ctx.moves if ctx else (),
             lost_tokens=self._lost_tokens(),
         )
         timings = Timings(
             queue_s=self._assignment.queue_s,
-            generate_s=ctx.generate_s if ctx else 0.0,
-            tool_s=ctx.tool_s if ctx else 0.0,
+            generate_s=sum(one.generate_s for one in contexts),
+            tool_s=sum(one.tool_s for one in contexts),
             reward_s=self._reward_s,
             total_s=time.perf_counter() - self._started + (ctx.spent_before_s if ctx else 0.0),
             unavailable_s=ctx.deadline.unavailable_s if ctx else 0.0,
@@ -448,7 +452,8 @@ class TrajectoryRun:
         """Return the record without score and timings."""
         assignment, outcome, limit = self._assignment, self._outcome, self._assignment.staleness
         ctx = None if outcome.is_dropped else self._ctx
-        paths = ctx.path.paths() if ctx else ()
+        paths = episode_paths(ctx.contexts) if ctx else ()
+        contexts = list(ctx.contexts.values()) if ctx else []
         messages = ctx.messages if ctx else self._task.messages
         trajectory = Trajectory(
             task_id=self._task.task_id,
@@ -456,12 +461,12 @@ class TrajectoryRun:
             sample_index=assignment.sample_index,
             paths=paths,
             task_messages=() if paths else messages,
-            constraints=ctx.path.constraints if ctx else {},
+            constraints={key: text for one in contexts for key, text in one.path.constraints.items()},
             stop_reason=outcome.stop_reason,
             is_complete=self._is_complete,
             error=outcome.error,
             num_tool_calls=ctx.budget.num_tool_calls if ctx else 0,
-            num_tool_errors=ctx.num_tool_errors if ctx else 0,
+            num_tool_errors=sum(one.num_tool_errors for one in contexts),
             attempt=assignment.attempt,
             rollout_id=assignment.rollout_id,
             num_masked_tokens=sum(path.num_masked_tokens for path in paths),
@@ -475,6 +480,7 @@ class TrajectoryRun:
             trace_link=assignment.trace_link,
             adapter=assignment.adapter,
             end_reason=self._end_reason,
+            credit=self._task.credit,
             restart_reason="" if self._journal is None else self._journal.restart_reason,
         )
         return ended(trajectory)
@@ -490,7 +496,9 @@ class TrajectoryRun:
 
     @property
     def _is_complete(self) -> bool:
-        return self._has_ended_well and self._ctx is not None and not self._ctx.has_lost_call
+        if self._ctx is None or any(one.has_lost_call for one in self._ctx.contexts.values()):
+            return False
+        return self._has_ended_well
 
     def _context(self, scope: ToolScope) -> LoopContext:
         shared, task, assignment = self._parts, self._task, self._assignment

@@ -194,7 +194,9 @@ class Balancer:
         if holding is None:
             raise NotFound(f"unknown lease {lease.lease_id}", param="lease")
         holding.demand = self._books.needing(holding.demand, needs)
-        if lease.lease_id != holding.lease.lease_id and self._books.takes_traffic(holding.lease, needs):
+        if lease.lease_id != holding.lease.lease_id and self._books.takes_traffic(
+            holding.lease, holding.demand.needs
+        ):
             self._table.obeyed(holding)  # it has moved already
             return holding.lease
         chosen = self._choose_again(holding, is_failed)
@@ -331,7 +333,7 @@ class Balancer:
         if is_here:
             self._release_beyond_capacity(holding.lease.replica_id)
             self._balance_tail(holding)
-            self._leave_drained_host(holding)
+            self._leave_replica(holding)
 
     def new_epoch(self, *, is_flushed: bool, adapter: str = "") -> None:
         """Record new weights. New prompts share no KV of the old weights; after a flush, holders do not either.
@@ -357,9 +359,9 @@ class Balancer:
         # A request in an engine's queue means that the KV is full, even if the reports show less.
         if is_waited_for and not any(load.num_waiting for load in loads):
             self._is_freed |= self.share.grow(used_tokens, sum(one.capacity_tokens for one in replicas))
-        for replica in self._fleet.drained():
+        for replica in (*self._fleet.drained(), *self._fleet.held()):
             for holding in self._table.on_replica(replica.replica_id):
-                self._leave_drained_host(holding)
+                self._leave_replica(holding)
         for holding in idle if is_waited_for else ():
             if holding.idle_since is not None and now - holding.idle_since > _IDLE_S:
                 self._release_reservation(holding)
@@ -401,12 +403,13 @@ class Balancer:
     def _choose_again(self, holding: Holding, is_failed: bool) -> str:
         """Return the next replica of a holder with a lease. Raises NoHealthyReplica."""
         books, here, demand = self._books, holding.lease.replica_id, holding.demand
+        moved = demand.needs.of_moved
         if is_failed:
-            return books.least(here, demand.needs)
+            return books.least(here, moved)
         is_here = holding.is_counted and books.takes_traffic(holding.lease, demand.needs)
         if is_here and not holding.must_ask:
             return here
-        least = books.least(needs=demand.needs)
+        least = books.least(needs=moved)
         if not is_here and not holding.must_ask:
             return least
         # With warm KV the present replica saves a prefill, otherwise the least loaded one is as good.
@@ -432,18 +435,20 @@ class Balancer:
         load, gain = books.load(here), gain_tokens / books.placeable[here].capacity_tokens
         if load <= gain:
             return  # even an empty replica would not have so much less load
-        least = books.least(here, holding.demand.needs)
+        least = books.least(here, holding.demand.needs.of_moved)
         if load - books.load(least) > gain:
             self._replace_lease(holding, least, is_told=False)
 
-    def _leave_drained_host(self, holding: Holding) -> None:
-        """Move a holder off a drained host at its next turn."""
-        here, books = holding.lease.replica_id, self._books
+    def _leave_replica(self, holding: Holding) -> None:
+        """Move a holder at its next turn off a drained host, or off a held replica whose version it does not
+        accept."""
+        here, books, needs = holding.lease.replica_id, self._books, holding.demand.needs
         if not holding.is_counted or holding.idle_since is None:
             return
-        if any(one.replica_id == here for one in self._fleet.drained()):
+        is_drained = any(one.replica_id == here for one in self._fleet.drained())
+        if is_drained or (here in books.placeable and not books.suits(here, needs)):
             with suppress(NoHealthyReplica, UnsupportedParameter):  # no other replica can serve it, so it stays
-                self._replace_lease(holding, books.least(here, holding.demand.needs), is_told=False)
+                self._replace_lease(holding, books.least(here, needs.of_moved), is_told=False)
 
     # Accounting
 

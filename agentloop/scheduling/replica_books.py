@@ -268,7 +268,7 @@ class ReplicaBooks:
     def suits(self, replica_id: str, needs: Needs) -> bool:
         """Return True if a replica takes traffic and meets the needs."""
         replica = self.placeable.get(replica_id)
-        return replica is not None and (
+        return (replica is not None and self._fleet.accepts(needs, replica)) and (
             needs is NO_NEEDS
             or (
                 needs.adapter not in replica.lacks
@@ -306,7 +306,7 @@ class ReplicaBooks:
         needs.
         """
         suiting: Collection[str] = self.placeable
-        if needs is not NO_NEEDS:
+        if needs is not NO_NEEDS or self._fleet.held_versions:
             suiting = [name for name in suiting if self.suits(name, needs)]
         if not suiting:
             self._fleet.check_needs(needs)

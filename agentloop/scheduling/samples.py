@@ -164,10 +164,11 @@ class LiveRollout:
         Their adapter is not served, or they accept other versions than the served one and their wait has not
         ended.
         """
-        served = versions.of(self.terms.adapter).served
+        versions = versions.of(self.terms.adapter)
+        served = versions.served
         if self.terms.adapter and served is None:
             return True
-        if demand is None or served is None or demand.accepts(served):
+        if demand is None or served is None or any(map(demand.accepts, (served, *versions.held))):
             return False
         return now - self.queued_at < demand.wait_s
 

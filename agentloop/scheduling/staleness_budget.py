@@ -19,12 +19,13 @@ UNBOUNDED = 1 << 62  # trajectories
 class FleetVersions:
     """The fleet's served version, and the version that a running update brings. None: unknown; no update.
 
-    `adapters` has the served version of each named adapter.
+    `adapters` has the served version of each named adapter, `held` the versions of held replicas.
     """
 
     served: int | None = None
     coming: int | None = None
     adapters: Mapping[str, int] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
 
     def of(self, adapter: str) -> FleetVersions:
         """Return the versions of an adapter, or of the base weights for ""."""

@@ -100,7 +100,9 @@ class Waiting:
         # A sample that calls kept waiting for `patience_s` may use the calls' extra capacity, and no call starts
         # before it.
         over = self._config.overcommit if self._is_samples_turn(now) else 0.0
-        if not self._fleet.may_serve(demand.needs):  # its first turn fails with the error
+        wanted = demand.needs.version
+        is_served = wanted is None or self._fleet.serves(wanted, demand.needs.adapter)
+        if not is_served or not self._fleet.may_serve(demand.needs):  # its first turn fails with the error
             demand = replace(demand, needs=NO_NEEDS)
         if not self._fits(demand, over):
             is_full = demand.needs == NO_NEEDS or not self._balancer.has_room(replace(demand, needs=NO_NEEDS), over)

@@ -28,7 +28,7 @@ from agentloop.generation.deadline import Deadline
 from agentloop.generation.turn_reader import CallDelta, TurnPiece, arguments_text, finish_of, joined
 from agentloop.score import Score
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
-from agentloop.types import Message, StopReason, TrajectoryTimes, VersionDemand
+from agentloop.types import Credit, Message, StopReason, TrajectoryTimes, VersionDemand
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -71,6 +71,7 @@ class SessionRecord:
     traceparent: str = ""  # the W3C trace context of its maker
     weight_version: VersionDemand | None = None  # the default for its calls
     adapter: str = ""  # the adapter of all its calls; empty: the base weights
+    credit: Credit = Credit.LINEAGE
 
 
 @dataclass(frozen=True, slots=True)

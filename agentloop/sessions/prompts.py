@@ -35,7 +35,7 @@ from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import after_reasoning
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import off_loop
-from agentloop.trajectory.node import Node, Split
+from agentloop.trajectory.node import PARENT_TURN_HEADER, Declaration, Node, Split
 from agentloop.trajectory.node import tools_key as key_of_tools
 from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
@@ -122,6 +122,8 @@ async def prepare_call(
     Raises InvalidRequest and its subclasses, TemplateError, and for new images the engine's errors.
     """
     sampling, reads_calls = _sampling(chat_call, parts)
+    if chat_call.declaration is not None:
+        _check_declaration(chat_call.declaration, graph)
     if chat_call.prompt_ids is not None:
         prompt = _given_prompt(chat_call.prompt_ids, graph, parts)
     else:
@@ -145,6 +147,26 @@ async def prepare_call(
     features = bits_of(supported | CONSTRAINTS if parts.can_constrain else supported)
     check_sampling(sampling, parts.vocab_size, features=features, engine="session")
     return PreparedCall(prompt, sampling, reads_calls)
+
+
+def _check_declaration(declaration: Declaration, graph: TurnGraph) -> None:
+    """Raise InvalidRequest for an unknown parent turn, and for an agent that would be its own ancestor."""
+    if declaration.parent_turn and not graph.has_turn(declaration.parent_turn):
+        raise InvalidRequest(
+            f"unknown turn {declaration.parent_turn[:128]!r}: expected an id that this session returned in "
+            "`session.turn_ids`",
+            param=PARENT_TURN_HEADER,
+        )
+    ancestors, ancestor = list[str](), declaration.parent_agent
+    while ancestor is not None and ancestor not in ancestors:
+        ancestors.append(ancestor)
+        ancestor = graph.parent_agents.get(ancestor)
+    if declaration.agent in ancestors:
+        raise InvalidRequest(
+            f"agent {declaration.agent[:128]!r} cannot have the parent {ancestors[0][:128]!r}, which is the same "
+            "agent or was started by it",
+            param=declaration.parent_header,
+        )
 
 
 async def make_prompt(

@@ -334,7 +334,7 @@ class Session:
         record = self._record
         ended_at = record.finished_at if record.finished_at is not None else self._parts.unix_time()
         times = record.times if record.state is SessionState.FINISHED else self._times(ended_at)
-        paths = token_paths(self.graph)
+        paths = token_paths(self.graph, task_messages=record.task_messages)
         trajectory = Trajectory(
             task_id=record.task_id,
             group_id=record.group_id or self.shown_id,
@@ -357,6 +357,7 @@ class Session:
             constraints=dict(self.graph.constraints),
             traceparent=record.traceparent,
             adapter=record.adapter,
+            credit=record.credit,
         )
         # The stop reason depends on the main path, which the trajectory selects.
         stop_reason = self._stop_reason(trajectory.path if paths else None)
@@ -620,6 +621,7 @@ class Session:
                 split=prompt.split,
                 images=prompt.observed_images,
                 begun=live.chat_call.begun,
+                declaration=live.chat_call.declaration,
             )
             for choice_index, reply in enumerate(replies)
         )

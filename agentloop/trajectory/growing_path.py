@@ -40,13 +40,16 @@ class _OpenTurn:
 class GrowingPath:
     """The conversation of a rollout and its tokens. Not shared between asyncio tasks."""
 
-    def __init__(self, messages: Iterable[Message] = ()) -> None:
+    def __init__(self, messages: Iterable[Message] = (), prefix: str = "") -> None:
+        """`prefix` begins the turns' ids, so that they differ from those of the trajectory's other agents."""
+        self.prefix = prefix
         self._graph = TurnGraph()
         self._messages = list(messages)
         self._pending: list[Message] = []  # observed, not yet rendered
         self._context_ids: list[int] = []
         self._context_images: tuple[ImageSpan, ...] = ()
         self._turn: _OpenTurn | None = None
+        self._replaced: str | None = None  # the last turn of the history that the next root replaces
         self._versions: set[int] = set()
         self._is_masked: list[Callable[[int], bool]] = []
 
@@ -95,7 +98,7 @@ class GrowingPath:
 
     @property
     def is_started(self) -> bool:
-        """True after the first prompt."""
+        """True after the first prompt of the current root."""
         return self._turn is not None
 
     @property
@@ -120,7 +123,13 @@ class GrowingPath:
         if self._turn is not None and self._turn.reply is not None:
             return self._next_id
         num_turns = self._graph.num_turns
-        return str(num_turns - 1) if num_turns else None
+        return f"{self.prefix}{num_turns - 1}" if num_turns else None
+
+    @property
+    def next_turn_id(self) -> str:
+        """The id of the turn that is sampled next."""
+        is_sampled = self._turn is not None and self._turn.reply is not None
+        return f"{self.prefix}{self._graph.num_turns + is_sampled}"
 
     @property
     def context_images(self) -> tuple[ImageSpan, ...]:
@@ -146,14 +155,25 @@ class GrowingPath:
         self._messages += messages
         self._pending += messages
 
+    def replace_history(self, messages: Iterable[Message]) -> None:
+        """Replace the conversation: the next prompt is a new root with `messages`, which `start` adds.
+
+        Raises InvariantBroken if no turn was sampled from the last prompt.
+        """
+        self._replaced, self._turn = self._end_node(self._current()), None
+        self._messages = list(messages)
+        self._pending.clear()
+        self._context_ids, self._context_images = [], ()
+
     def start(self, prompt_ids: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> None:
-        """Add the first prompt, with the conversation so far. Raises InvariantBroken if there is a prompt.
+        """Add the first prompt of a root: the conversation so far. Raises InvariantBroken if there is a prompt.
 
         Here and below, the offsets of `images` are into the ids of the same call.
         """
         if self._turn is not None:
             raise InvariantBroken("a trajectory starts once; use extend_to")
-        self._begin_root(prompt_ids, images, None)
+        split = None if self._replaced is None else Split(SplitReason.COMPACTED, self._replaced)
+        self._begin_root(prompt_ids, images, split)
 
     def add_observed(self, token_ids: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> None:
         """Append the tokens of the pending messages."""
@@ -257,7 +277,7 @@ class GrowingPath:
     @property
     def _next_id(self) -> str:
         """The id of the last turn: turns are numbered in the order of their sampling."""
-        return str(self._graph.num_turns)
+        return f"{self.prefix}{self._graph.num_turns}"
 
     def _tail(self) -> Tail | None:
         turn = self._turn

@@ -147,6 +147,21 @@ class Split:
     detail: str = ""
 
 
+PARENT_TURN_HEADER = "x-parent-turn"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """The client's declaration of a conversation's place in the lineage, from the headers of its calls."""
+
+    parent_turn: str = ""  # the turn that the conversation follows; empty: not declared
+    agent: str = ""  # the client's id of the agent that makes the call; empty: the main agent, or not declared
+    parent_agent: str | None = (
+        None  # the id of the agent that started it, "" for the main agent; None: not declared
+    )
+    parent_header: str = ""  # the header that names the parent agent, for errors
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A sampled turn. All arrays have the same length; `weight_versions` tile `[0, n)`.
@@ -214,6 +229,7 @@ class Node:
     split: Split | None = None
     images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
     begun: str = ""
+    declaration: Declaration | None = None
 
     @property
     def message(self) -> Message:

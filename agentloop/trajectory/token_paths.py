@@ -14,6 +14,7 @@ import numpy as np
 
 from agentloop.images import ImageSpan, shifted_images
 from agentloop.trajectory.diff import message_difference
+from agentloop.trajectory.lineage import with_lineage
 from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import (
@@ -66,11 +67,14 @@ class _Line:
         )
 
 
-def token_paths(graph: TurnGraph, tail: Tail | None = None) -> tuple[TokenPath, ...]:
-    """Return all paths from a root to a leaf, in the order of the leaves.
+def token_paths(
+    graph: TurnGraph, tail: Tail | None = None, task_messages: Sequence[Message] = ()
+) -> tuple[TokenPath, ...]:
+    """Return all paths from a root to a leaf, in the order of the leaves, with their lineage.
 
     A path's `parent` is the first that has the shared tokens, or that has the turn its root was split from: then it
-    may come later, if its leaf was sampled later. `tail` follows a leaf, or is another root.
+    may come later, if its leaf was sampled later. `tail` follows a leaf, or is another root. The main conversation
+    begins with `task_messages`, if there are any.
     """
     lines: list[_Line] = []
     owner: dict[str, int] = {}  # the first path that has a node
@@ -87,7 +91,8 @@ def token_paths(graph: TurnGraph, tail: Tail | None = None) -> tuple[TokenPath, 
     if tail is not None and tail.parent_id is None:
         lines.append(_Line([], tail=tail))
     splits = _Splits(graph)
-    return tuple(_path(line, *_origin(line, lines, splits, owner)) for line in lines)
+    paths = [_path(line, *_origin(line, lines, splits, owner)) for line in lines]
+    return with_lineage(paths, graph.nodes, task_messages)
 
 
 def masked(path: TokenPath, is_out: Callable[[int], bool]) -> TokenPath:

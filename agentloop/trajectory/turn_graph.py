@@ -56,6 +56,7 @@ class TurnGraph:
         self._last_child: dict[str, str] = {}
         self._num_tokens = self._num_chars = self._num_alternatives = self._num_raw = 0
         self._constraints: dict[str, str] = {}
+        self.parent_agents: dict[str, str] = {}  # declared, by agent; read-only for other classes
         self._not_indexed: list[Node] = []  # added since the last match
         self._prefixes = PrefixIndex(self._nodes)
         self._num_messages: dict[str, int] = {}  # on a node's path, with its reply
@@ -144,6 +145,8 @@ class TurnGraph:
         if reply.constraint and reply.sampling is not None:
             self._num_chars += len(reply.constraint)
             self._constraints[reply.sampling.constraint_digest] = reply.constraint
+        if node.declaration is not None and node.declaration.parent_agent is not None:
+            self.parent_agents[node.declaration.agent] = node.declaration.parent_agent
         self._not_indexed.append(node)
 
     def match(
@@ -305,14 +308,18 @@ class TurnGraph:
         if walk is not None and opening is not None and num_known > opening:
             nearest = index.latest_at(walk.place)
             return Split(SplitReason.HISTORY_EDIT, nearest, self._difference(index, nearest, num_known, messages))
+        echoes = (keys[at] for at in range(len(messages) - 1, -1, -1) if messages[at].role == "assistant")
+        echoed = next((turn for key in echoes if (turn := index.replies.get(key)) is not None), None)
         if opening is not None and (root := index.openings.get(keys[opening])) is not None:
+            # Several conversations may have this opening: the one of an echoed reply is continued.
+            if echoed is not None and self._opening_key(index, echoed) == keys[opening]:
+                root = echoed
             differs_at = self._num_common(index, root, keys)
             reason = SplitReason.SYSTEM_CHANGED if differs_at <= opening else SplitReason.HISTORY_EDIT
             return Split(reason, root, self._difference(index, root, differs_at, messages))
-        for at in range(len(messages) - 1, -1, -1):
-            if messages[at].role == "assistant" and (turn := index.replies.get(keys[at])) is not None:
-                differs_at = self._num_common(index, turn, keys)
-                return Split(SplitReason.HISTORY_EDIT, turn, self._difference(index, turn, differs_at, messages))
+        if echoed is not None:
+            differs_at = self._num_common(index, echoed, keys)
+            return Split(SplitReason.HISTORY_EDIT, echoed, self._difference(index, echoed, differs_at, messages))
         latest = next(reversed(self._nodes))
         differs_at = self._num_common(index, latest, keys)
         return Split(SplitReason.NEW_CONVERSATION, None, self._difference(index, latest, differs_at, messages))
@@ -372,6 +379,11 @@ class TurnGraph:
         cause: str = "",
     ) -> Split:
         return Split(reason, from_node, token_difference(path_ids(self._nodes, nearest), prompt, decode, cause))
+
+    def _opening_key(self, index: HistoryIndex, node_id: str) -> bytes | None:
+        observed = self._root_of(node_id).observed
+        opening = opening_of(observed)
+        return None if opening is None else index.keys([observed[opening]])[0]
 
     def _root_of(self, node_id: str) -> Node:
         return self.path_of(node_id)[0]

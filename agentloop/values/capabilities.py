@@ -8,7 +8,7 @@ do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -104,14 +104,25 @@ class Needs:
     context_tokens: int = 0  # prompt tokens plus the maximum number of sampled tokens
     version: VersionDemand | None = None  # weight versions that the next call accepts
     adapter: str = ""  # name of the adapter that `version` refers to; "": the base weights
+    max_staleness: int = 0  # without a `version`: accepted age of a held replica's weights, in versions
 
     def joined(self, other: Needs) -> Needs:
-        """Return the needs of an engine that serves both. `version` is dropped unless `other` adds nothing."""
-        features, context_tokens = self.features | other.features, max(self.context_tokens, other.context_tokens)
-        adapter = other.adapter or self.adapter
-        if (features, context_tokens, adapter) == (self.features, self.context_tokens, self.adapter):
+        """Return the needs of an engine that serves both. `version` is the one of `other`, the next call."""
+        if other == NO_NEEDS:
             return self
-        return Needs(features, context_tokens, adapter=adapter)
+        joined = replace(
+            self,
+            features=self.features | other.features,
+            context_tokens=max(self.context_tokens, other.context_tokens),
+            version=other.version,
+            adapter=other.adapter or self.adapter,
+        )
+        return self if joined == self else joined
+
+    @property
+    def of_moved(self) -> Needs:
+        """The needs of a trajectory that leaves its replica: its versions must not go back."""
+        return replace(self, max_staleness=0) if self.max_staleness else self
 
 
 NO_NEEDS = Needs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,15 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer.core import TyperGroup
 
+from agentloop.api.requests import DEFAULT_HOLD_S
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import InvalidRequest
 from agentloop.rollout.environment import tasks_of
 from agentloop.types import RolloutTask
-from agentloop_eval.evaluation import FILE_NAME, PRIORITY, Evaluation, evaluate
+from agentloop_eval.evaluation import FILE_NAME, HOLD_PRIORITY, PRIORITY, Evaluation, evaluate
 from agentloop_eval.figures import Figures, Interval, compare, figures_of, rows_of
 from agentloop_servers.cli.run import ServiceAddress
 from agentloop_servers.cli.terminal import (
     DEFAULT_URL,
+    AdminKey,
     ApiKey,
     TaskCount,
     TaskSeed,
@@ -66,14 +68,29 @@ def run(
     task_count: TaskCount = None,
     task_seed: TaskSeed = None,
     pass_at: Annotated[float, typer.Option(help="A sample passes with at least this reward.")] = 1.0,
+    hold: Annotated[
+        int, typer.Option(min=0, help="Keep this many replicas at their weight version, and sample only there.")
+    ] = 0,
+    hold_timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds after which held replicas follow weight updates again in any case."),
+    ] = DEFAULT_HOLD_S,
     priority: Annotated[
-        int, typer.Option(help="Below 0: samples start when no training sample waits; above 0: they overtake it.")
-    ] = PRIORITY,
+        int | None,
+        typer.Option(
+            help="Below 0: samples start when no training sample waits; above 0: they overtake it. Default:"
+            f" {PRIORITY}, with --hold {HOLD_PRIORITY}."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model of the service next to the policy. Default: the policy.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The folder for evaluation.json. Default: a new folder in runs/.")
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Sample each task several times on a running service, and report pass rates with confidence intervals."""
     console = Console()
@@ -82,12 +99,19 @@ def run(
         folder = out or _new_folder()
         if (folder / FILE_NAME).exists():
             raise InvalidRequest(f"{folder} has an evaluation already: choose another --out", param="--out")
-        address = ServiceAddress(url, api_key, None)
-        result = run_to_end(_evaluated(address, chosen, samples, pass_at, priority, console))
+        address = ServiceAddress(url if model is None else f"{url.rstrip('/')}/models/{model}", api_key, admin_key)
+        options: dict[str, Any] = {"num_samples": samples, "pass_at": pass_at, "priority": priority}
+        options |= {"hold": hold, "hold_timeout_s": hold_timeout}
+        result = run_to_end(_evaluated(address, chosen, console, **options))
         path = result.save(folder)
     figures = {category: figures_of(result, category) for category in rows_of(result)}
     console.print(_table(figures))
     console.print(_LEGEND, highlight=False, markup=False)
+    if result.held_version is not None:
+        note = f" ({result.hold_note})" if result.hold_note else ""
+        console.print(
+            f"all samples are of weight version {result.held_version}{note}", highlight=False, markup=False
+        )
     _print_details(console, figures[None])
     console.print(f"written to {path}", highlight=False, soft_wrap=True)
 
@@ -138,22 +162,17 @@ def _new_folder() -> Path:
 async def _evaluated(
     address: ServiceAddress,
     tasks: list[RolloutTask],
-    samples: int,
-    pass_at: float,
-    priority: int,
     console: Console,
+    *,
+    num_samples: int,
+    **options: Any,
 ) -> Evaluation:
     columns = TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     async with address.client() as client:
         with Progress(*columns, console=console, transient=True) as progress:
-            bar = progress.add_task("samples", total=len(tasks) * samples)
+            bar = progress.add_task("samples", total=len(tasks) * num_samples)
             return await evaluate(
-                client,
-                tasks,
-                num_samples=samples,
-                pass_at=pass_at,
-                priority=priority,
-                on_sample=lambda: progress.advance(bar),
+                client, tasks, num_samples=num_samples, on_sample=lambda: progress.advance(bar), **options
             )
 
 

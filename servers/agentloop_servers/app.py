@@ -108,8 +108,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         check_turns(sizes, psutil.virtual_memory().available)
     check_hosts(config, node_resources(), node_labels())
     trust = where_the_run_is(config, begun_run, config, run_dir)
-    dirs = {name: run_dir / "models" / f"{run_dir.name}.{name}" for name in configs if name}
-    others = [ModelRun(name, path, begun_run(configs[name], path)) for name, path in dirs.items()]
+    dirs = model_dirs(config, run_dir)
+    others = [ModelRun(name, path, begun_run(configs[name], path)) for name, path in dirs.items() if name]
     stored, head = store_elsewhere(config, run_dir), where_the_run_is(config, node_address, config)
     deployed = [
         deployment
@@ -135,6 +135,14 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     # Serve deploys the ingress and its arguments, so the ingress takes the other deployments as arguments.
     deployed.append(workers.bind(*where, trust.of_workers, config.store is not None, of_workers))
     return ingress.bind(stored, run_dir, trust, {"": keys, **own_keys}, others, *deployed)
+
+
+def model_dirs(config: ServiceConfig, run_dir: Path) -> dict[str, Path]:
+    """Return the run directories of all models by name; "" is the policy."""
+    return {
+        name: run_dir / "models" / f"{run_dir.name}.{name}" if name else run_dir
+        for name in ("", *(model.name for model in config.models))
+    }
 
 
 def model_processes(

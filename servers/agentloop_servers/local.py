@@ -25,7 +25,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
-from agentloop_servers.app import APP_NAME, application
+from agentloop_servers.app import APP_NAME, application, model_dirs
 from agentloop_servers.cluster.host import NICENESS
 from agentloop_servers.cluster.nodes import find_coordinator, for_nodes, node_labels, node_resources, run_trust
 from agentloop_servers.cluster.ray_start import RayStart
@@ -168,22 +168,26 @@ def _deploy(app: serve.Application) -> None:
 
 
 async def drain(config: ServiceConfig, run_dir: Path, grace_s: float) -> int:
-    """Make the service reject new work, and wait for running trajectories for at most `grace_s`.
+    """Make all models reject new work, and wait for running trajectories for at most `grace_s`.
 
     Returns the number of unfinished trajectories, with which a resumed service continues.
     """
-
-    client = CoordinatorClient(partial(find_coordinator, APP_NAME), run_trust(for_nodes(config), run_dir))
+    config, dirs = for_nodes(config), model_dirs(config, run_dir)
+    clients = [
+        CoordinatorClient(partial(find_coordinator, APP_NAME, name), run_trust(config.of_model(name), path))
+        for name, path in dirs.items()
+    ]
     loop = asyncio.get_running_loop()
     deadline_at = loop.time() + grace_s
     try:
         while True:
-            num_running, num_queued = await client.front.drain()
+            counts = await asyncio.gather(*(client.front.drain() for client in clients))
+            num_running, num_queued = map(sum, zip(*counts, strict=True))
             if num_running == 0 or loop.time() >= deadline_at:
                 return num_running + num_queued
             await asyncio.sleep(0.2)
     finally:
-        await client.close()
+        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def _wait_until_ready(url: str, run_dir: Path, say: Say, within_s: float, *, waits_for_weights: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentloop.errors import InvalidRequest
 from agentloop.values.capabilities import PRIORITY_POLICY
 from agentloop_servers.config.engines import DTYPE_BYTES, kv_bytes_per_token
 from agentloop_servers.engines.common.config import ProcessEngineConfig
@@ -18,6 +19,24 @@ _SPARE_CONTEXT_TOKENS = 8
 SPARE_SLOTS = 2
 """Slots in addition to `max_num_seqs`: one for the canary check, and one because SGLang 0.5.17 counts a chunked
 prompt twice in the step that finishes it, which would keep another request in the queue."""
+
+
+_OWNED = frozenset(
+    {
+        "tokenizer_path",
+        "quantization",
+        "kv_cache_dtype",
+        "max_total_tokens",
+        "dp_size",
+        "pp_size",
+        "schedule_policy",
+    }
+    | {"enable_priority_scheduling", "schedule_low_priority_values_first", "disable_priority_preemption"}
+    | {"enable_lora", "lora_paths", "enable_memory_saver", "enable_weights_cpu_backup", "disable_radix_cache"}
+    | {"speculative_algorithm", "disaggregation_mode", "nnodes", "node_rank", "dist_init_addr", "enable_trace"}
+)
+"""SGLang's arguments on which logprobs, updates, admission or other keys depend, besides those that
+`server_arguments` sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +81,7 @@ def prepare_environment(config: SglangConfig) -> None:
 
 
 def server_arguments(config: SglangConfig) -> dict[str, Any]:
-    """Return the keyword arguments of SGLang's `ServerArgs`."""
+    """Return the keyword arguments of SGLang's `ServerArgs`. Raises InvalidRequest for `config.arguments`."""
     is_cpu = config.device == "cpu"
     arguments: dict[str, Any] = {
         "model_path": config.model,
@@ -106,4 +125,10 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
         arguments |= {"enable_trace": True, "otlp_traces_endpoint": config.traces_url}
     if config.can_sleep:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-    return arguments
+    for name in config.arguments:
+        if name in _OWNED or (name in arguments and name != "attention_backend"):
+            raise InvalidRequest(
+                f"arguments: SGLang's {name!r} cannot be set here, because the service sets it",
+                param="engine.arguments",
+            )
+    return arguments | dict(config.arguments)

@@ -34,6 +34,7 @@ from agentloop.engine.interface import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.plugins import resolve
 from agentloop.values import codec
+from agentloop_servers.engines.common.config import check_names
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.weight_transfer.worker_calls import (
@@ -464,6 +465,7 @@ class _Launch:
             if self._config.can_constrain:
                 import xgrammar  # noqa: F401 - import now, because the first constraint's trial has a timeout
 
+            check_names("SGLang", self._config.arguments, ServerArgs)
             arguments = ServerArgs(**server_arguments(self._config))
         if self._config.traces_url is not None:
             process_tracing_init(self._config.traces_url, "sglang")

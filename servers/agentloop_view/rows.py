@@ -144,6 +144,10 @@ _COLUMNS: dict[str, pa.DataType] = {
     "num_resumed_turns": pa.int32(),
     "restart_reason": pa.string(),
     "parent": pa.int32(),
+    "agent": pa.string(),
+    "lineage": pa.string(),
+    "lineage_evidence": pa.string(),
+    "credit": pa.bool_(),
     "num_shared": pa.int32(),
     "split_detail": pa.string(),
     "raw_logprobs": pa.list_(pa.float32()),
@@ -177,7 +181,8 @@ kinds, and NaN for a sampled token without a raw logprob. `constrained` marks to
 changed from outside the model. A turn's `sampling` is null in records of services that did not store it.
 `began_at` is a Unix time in seconds, `timings` are in seconds, the other fields of `times` and the times of
 turns in microseconds. `messages` are the path's messages in the OpenAI chat format. `reward`, `components` and
-`metrics` belong to the trajectory's main conversation; `path_reward` is the reward for training with this path;
+`metrics` belong to the trajectory; `path_reward` is the reward for training with this path. `lineage` is the
+path's relation to `parent`, and `credit` is true if the trajectory's reward is for this path;
 numbers of turns and tokens count all paths. `constraints`, by digest, are in the first row of a trajectory.
 Offsets of `images` are relative to the prompt followed by the response."""
 _RESPONSE_COLUMNS = ("response_ids", "response_mask", "logprobs", "raw_logprobs", "constrained", "token_rewards")
@@ -259,7 +264,9 @@ def export(
 def rows_of(trajectory: Trajectory) -> list[Row]:
     """Return one row per path with the columns of `SCHEMA`. Arrays are not converted."""
     paths = trajectory.paths or (_NO_PATH,)
-    main = trajectory.main_conversation or (0,)  # without paths, the row of `_NO_PATH`
+    # Without paths, the only row is that of `_NO_PATH`.
+    main, credited = trajectory.main_conversation or (0,), trajectory.credited_paths or (0,)
+    rewards = trajectory.path_rewards or (trajectory.reward,)
     return [
         {
             **_facts(trajectory),
@@ -285,7 +292,6 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "times": None if trajectory.times is None else _times(trajectory.times),
             "branch": branch,
             "num_branches": len(trajectory.paths),
-            "split_reason": None if path.split_reason is None else path.split_reason.value,
             "attempt": trajectory.attempt,
             "error": trajectory.error,
             "reward_error": trajectory.reward_error,
@@ -298,16 +304,15 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "images": [dataclasses.asdict(span) for span in path.images],
             "components": dict(trajectory.components),
             "metrics": dict(trajectory.metrics),
-            "path_reward": trajectory.reward if path.reward is None and branch in main else path.reward,
+            "path_reward": rewards[branch],
             "token_rewards": path.token_rewards,
             "trainable": path.is_trainable,
             "truncated": trajectory.is_truncated,
             "num_resampled_turns": trajectory.num_resampled_turns,
             "num_resumed_turns": trajectory.num_resumed_turns,
             "restart_reason": trajectory.restart_reason,
-            "parent": path.parent,
-            "num_shared": path.num_shared,
-            "split_detail": path.split_detail,
+            **_lineage(path),
+            "credit": branch in credited,
             "thinking": trajectory.thinking.value,
             "failure": None if trajectory.failure is None else trajectory.failure.value,
             "constraints": dict(trajectory.constraints) if branch == 0 else {},
@@ -316,6 +321,19 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
         }
         for branch, path in enumerate(paths)
     ]
+
+
+def _lineage(path: TokenPath) -> Row:
+    lineage = path.lineage
+    return {
+        "agent": path.agent,
+        "parent": path.parent if lineage is None else lineage.parent,
+        "lineage": None if lineage is None else lineage.kind.value,
+        "lineage_evidence": None if lineage is None else lineage.evidence,
+        "num_shared": path.num_shared,
+        "split_reason": None if path.split_reason is None else path.split_reason.value,
+        "split_detail": path.split_detail,
+    }
 
 
 def _facts(trajectory: Trajectory) -> Row:

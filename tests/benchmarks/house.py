@@ -78,7 +78,7 @@ SERVICE = {
 PARTS_BUDGETS = {
     "agentloop_contracts": 1400,
     "agentloop_environments": 620,
-    "agentloop_eval": 420,
+    "agentloop_eval": 470,
     "agentloop_isolation": 620,
     "agentloop_models": 540,
     "agentloop_postgres": 400,

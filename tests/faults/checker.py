@@ -29,6 +29,8 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
     desk = world.coordinator.replicas
     if desk.sync.progress is not None or desk.sync.desired.orders.is_paused:
         yield f"the controller is at {desk.sync.progress}, paused: {desk.sync.desired.orders.is_paused}"
+    if held := desk.fleet.held():
+        yield f"{[one.replica_id for one in held]} are still held"
     known = {replica.replica_id: replica for replica in desk.fleet.replicas}
     placeable = {replica.replica_id for replica in desk.fleet.placeable()}
     for process in world.processes.values():
@@ -113,6 +115,9 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
             if missing:
                 yield f"session {record.group_id}: {missing} were answered, and are not recorded"
             continue
+        if (last_turn := ledger.parts.get(record.group_id)) is not None:
+            yield from _lineage_problems(record, last_turn)
+            continue
         answers = ledger.answers[record.group_id]
         said = [one for one in record.messages if one.role == "assistant"]
         heard = [one.choices[0].reply.message for one in answers]
@@ -120,6 +125,15 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
             yield f"session {record.group_id}: {len(said)} turns are recorded as {said}, and {heard} were heard"
         if not record.is_complete:
             yield f"session {record.group_id} is incomplete: {record.error}"
+
+
+def _lineage_problems(record: Trajectory, last_turn: str) -> Iterator[str]:
+    """Return missing links of a session whose agent used a sub-agent's result and continued from a summary."""
+    kinds = sorted("main" if path.lineage is None else path.lineage.kind.value for path in record.paths)
+    if kinds != ["compacts", "delegates", "main"] or len(record.credited_paths) != len(record.paths):
+        yield f"session {record.group_id}: its paths are {kinds}, of which {record.credited_paths} are credited"
+    elif record.path.turns[-1].turn_id != last_turn:
+        yield f"session {record.group_id}: its final turn is {record.path.turns[-1].turn_id}, not {last_turn}"
 
 
 def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:

@@ -25,6 +25,7 @@ _REPLICAS = "servers/coordinator/test_replicas.py::test_"
 _COORDINATOR = "servers/coordinator/test_coordinator.py::test_"
 _RESTART = "servers/coordinator/test_restart.py::test_"
 _LEASED = "generation/test_leased_engine.py::test_"
+_HOLDS = "fleet/test_holds.py::test_"
 _UPDATE = "fleet/test_weight_update.py::test_"
 _TOOLBOX = "rollout/test_toolbox.py::test_"
 _USER_CODE = "rollout/test_user_code.py::test_"
@@ -58,6 +59,16 @@ ROWS: tuple[Row, ...] = (
         "the same, streamed, after some tokens",
         "it continues from the ids that were sent; no token is repeated",
         (f"{_LEASED}a_cut_stream_goes_on_without_a_token_more_or_less", _SCHEDULES),
+    ),
+    Row(
+        "SIGKILL of an evaluator that holds replicas, or of a held replica",
+        "the hold ends after its lease, its replicas catch up; samples move to other held replicas, or are errors",
+        (
+            f"{_HOLDS}a_killed_evaluator_holds_nothing_after_its_lease",
+            f"{_HOLDS}the_samples_of_a_lost_replica_move_to_the_other_held_one",
+            f"{_HOLDS}a_hold_without_a_replica_ends_and_its_samples_are_errors",
+            _SCHEDULES,
+        ),
     ),
     Row(
         "SIGKILL of a worker",

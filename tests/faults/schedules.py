@@ -73,7 +73,9 @@ async def _schedule(world: WholeWorld) -> Counter[str]:
             beating = group.create_task(world.heartbeat(), name="lasting")
             poison_share = rng.choice(POISON_SHARES)
             clients = [
-                group.create_task(world.roll_out(name, make_groups(rng, name, poison_share)))
+                group.create_task(
+                    world.roll_out(name, make_groups(rng, name, poison_share, has_compactions=world.has_words))
+                )
                 for name in ("r1", "r2")
             ]
             clients += [
@@ -81,6 +83,7 @@ async def _schedule(world: WholeWorld) -> Counter[str]:
             ]
             if world.has_words:
                 clients.append(group.create_task(world.talk_alike("alike")))
+                clients.append(group.create_task(world.talk_in_parts("parts")))
             trouble = [group.create_task(call) for call in (world.train(), world.operate(), world.befall())]
             await world.clock.sleep(world.trouble_s)
             await world.heal()
@@ -155,4 +158,6 @@ def _told(stored: dict[str, list[Trajectory]]) -> Counter[str]:
     told["resampled turns"] = sum(record.num_resampled_turns for record in records)
     mixed = [path for record in records for path in record.paths if len(path.weight_versions) > len(path.turns)]
     told["swapped in flight"] = len(mixed)
+    links = [path.lineage for record in records for path in record.paths if path.lineage is not None]
+    told += Counter(f"path {link.kind}" for link in links)
     return told

@@ -28,7 +28,9 @@ HAPPENINGS = (
     *("ended: loop_failed", "ended: cancelled", "order refused"),
     *("cancelled", "refused other work", "acknowledged beyond"),
     *("killed two", "WeightsRefused", "folder rewritten", "rewritten folder refused"),
+    *("held", "hold released"),
     *("alike: answer lost", "alike: retried", "damaged a journal", "resumed turns"),
+    *("linked by a quote", "linked by a header", "path compacts", "path delegates"),
 )
 
 

@@ -100,6 +100,25 @@ async def test_a_replica_that_fails_in_a_part_leaves_traffic_and_gets_the_weight
 
 
 @virtual
+async def test_a_held_member_receives_the_parts_and_keeps_its_weights(clock):
+    site = FleetSite(clock, "a", "b")
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=3))
+    site.fleet.hold(site.fleet.get("b"), "h")
+    for version in (1, 2):
+        await groups.begin_transfer("g")
+        await groups.receive_part(PART)  # a broadcast needs all members
+        report = await groups.end_transfer("g", version)
+        assert [(one.replica_id, one.error) for one in report.replicas] == [("a", None)]
+    assert {name: len(parts) for name, parts in orders(site, TransferPart).items()} == {"a": 2, "b": 2}
+    assert (site.placeable(), site.engines["b"].weight_version, site.engines["b"].updates) == (["a", "b"], 0, [])
+    site.fleet.end_hold("h")
+    site.engines["a"].offered = push_source()
+    assert await site.late.bring_up("b")
+    assert (site.engines["b"].weight_version, site.placeable()) == (2, ["a", "b"])
+
+
+@virtual
 async def test_a_replica_that_came_after_the_group_gets_the_weights_from_another(clock):
     site = FleetSite(clock, "a", "b")
     groups = groups_of(site)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,18 @@ import aiohttp
 import pytest
 
 from agentloop.client.client import RolloutClient
-from agentloop.errors import InvalidRequest, ModelNotFound, NotFound, RewardError
+from agentloop.errors import InvalidRequest, ModelNotFound, NotFound, RewardError, ServiceUnavailable
 from agentloop.rollout.models import ModelCall, judge_score
-from agentloop.types import Judge, Message, RolloutTask
+from agentloop.types import Judge, Limits, Message, RolloutTask, Trajectory
 from agentloop_servers.app import application
 from agentloop_servers.config.service import NamedModel, ServiceConfig
+from agentloop_servers.local import drain, running_service
 from agentloop_servers.processes.shared import ModelRun
 from tests.support.service.whole_service import SECRET, ServiceSite, simulated_config, whole_site
 
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 JUDGE_VERSION = 7
+TASK = RolloutTask("t", (Message("user", "Hi"),), limits=Limits(max_turns=1, max_tokens_per_turn=8))
 
 
 @dataclass
@@ -42,10 +44,15 @@ async def two_models(folder: Path) -> AsyncIterator[Site]:
     config = simulated_config(models=[{**beside, "engine": {"kind": "simulated"}}])
     (policy_dir := folder / "run").mkdir()
     (judge_dir := folder / "judge").mkdir()
-    async with whole_site(config.of_model("judge"), judge_dir, has_worker=False) as judge:
+    async with whole_site(config.of_model("judge"), judge_dir) as judge:
         others = {ModelRun("judge", judge_dir, SECRET): judge.front}
         async with whole_site(config, policy_dir, others=others) as policy, aiohttp.ClientSession() as http:
             yield Site(policy, judge, http)
+
+
+def versions_of(record: Trajectory) -> set[int]:
+    """Return the weight versions of a record's tokens."""
+    return {span.version for path in record.paths for span in path.weight_versions}
 
 
 def versions_in(answer: Any) -> set[int]:
@@ -81,7 +88,7 @@ async def test_the_models_name_picks_it_in_every_dialect(tmp_path: Path) -> None
         assert text.endswith("data: [DONE]\n\n")
 
 
-async def test_below_its_path_a_model_has_all_routes_but_no_rollouts(tmp_path: Path) -> None:
+async def test_below_its_path_a_model_has_all_routes(tmp_path: Path) -> None:
     async with two_models(tmp_path) as site:
         url = site.policy.urls[0]
         async with site.http.get(f"{url}/v1/models") as answer:
@@ -93,14 +100,41 @@ async def test_below_its_path_a_model_has_all_routes_but_no_rollouts(tmp_path: P
                 async with session.openai as openai:
                     await openai.chat.completions.create(model="judge", **HELLO)
                 record = await session.finish(reward=1.0)
-            with pytest.raises(
-                InvalidRequest, match=r"/models/judge serves sessions and calls only.*to the policy"
-            ):
-                await client.submit([RolloutTask("t", (Message("user", "Hi"),))])
-            assert (await client.status()).rollouts == ()
+            with pytest.raises(ModelNotFound, match="'judge'"):
+                await client.submit([RolloutTask("t", (Message("user", "Hi"),), reward=Judge("nobody", "Right?"))])
+            rollout = await client.submit([TASK], num_samples=2)
+            sampled = [record async for record in rollout]
+            assert tuple(one.rollout_id for one in (await client.status()).rollouts) == rollout.rollout_ids
+        assert [versions_of(one) for one in sampled] == [{JUDGE_VERSION}] * 2
         assert {span.version for span in record.paths[0].weight_versions} == {JUDGE_VERSION}
         async with site.http.get(f"{url}/models/nobody/status") as answer:
             assert answer.status == 404
+
+
+@pytest.mark.ray
+async def test_each_worker_process_runs_the_rollouts_of_all_models(tmp_path: Path) -> None:
+    """With isolated processes, whose loops and judges call another model through their worker."""
+    beside = {"name": "judge", "model": "examples/tiny_policy/v0", "model_version": JUDGE_VERSION}
+    workers = {"replicas": 1, "isolation": "process", "max_processes": 2}
+    config = simulated_config(models=[{**beside, "engine": {"kind": "simulated"}}], workers=workers, port=0)
+    task = replace(TASK, reward=Judge("judge", "Is it right?"))
+    versions, is_judged = {}, {}
+    async with running_service(config, tmp_path / "run") as url:
+        for name, path in (("policy", ""), ("judge", "/models/judge")):
+            async with RolloutClient(url + path) as client:
+                rollout = await client.submit([task], num_samples=2)
+                records = [record async for record in rollout]
+                versions[name] = [versions_of(one) for one in records]
+                # The simulated judge answers anything: a verdict is a reward, no verdict is this error.
+                errors = [one.reward_error or "" for one in records if one.reward is None]
+                is_judged[name] = all("the answer of judge" in error for error in errors)
+        num_left = await drain(config, tmp_path / "run", 1.0)
+        async with RolloutClient(f"{url}/models/judge") as client:
+            with pytest.raises(ServiceUnavailable):
+                await client.submit([TASK])
+    assert versions == {"policy": [{0}] * 2, "judge": [{JUDGE_VERSION}] * 2}
+    assert is_judged == {"policy": True, "judge": True}
+    assert num_left == 0
 
 
 async def test_scores_are_those_of_the_named_model(tmp_path: Path) -> None:

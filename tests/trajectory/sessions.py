@@ -69,7 +69,9 @@ class Played:
     def turn(self, reply: Message, *messages: Message, tools=(), **given) -> Node:
         return self.commit(self.ask(*messages, tools=tools), reply, tools=tools, **given)
 
-    def commit(self, match: Match, reply: Message, *, tools=(), ids=None, observed_ids=None, **fields) -> Node:
+    def commit(
+        self, match: Match, reply: Message, *, tools=(), ids=None, observed_ids=None, declaration=None, **fields
+    ) -> Node:
         """Commit a reply; `fields` are its fields (see `reply_of`)."""
         num = len(self.graph.nodes)
         node = Node(
@@ -84,6 +86,7 @@ class Played:
             reply=reply_of(reply, self.ids(3) if ids is None else ids, **fields),
             tools_key=tools_key(tools),
             split=match.split,
+            declaration=declaration,
         )
         self.graph.add(node)
         return node

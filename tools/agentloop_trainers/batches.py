@@ -7,8 +7,10 @@ staleness) has no row and does not count for the baseline, because it does not m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -39,6 +41,7 @@ class TrainingRow:
     versions: IntArray
     reward: float
     advantage: float
+    weight: float  # see `group_rows`
 
     @property
     def oldest_version(self) -> int:
@@ -75,28 +78,54 @@ class GroupCounts:
 
 def is_scored(trajectory: Trajectory) -> bool:
     """Return True if a trajectory can be used for training: it ended regularly or at a limit, and has a reward."""
-    return trajectory.is_sound and trajectory.reward is not None
+    return trajectory.is_sound and (trajectory.reward is not None or bool(trajectory.agent_rewards))
 
 
-def group_rows(trajectories: Sequence[Trajectory], *, divides_by_std: bool = False) -> list[TrainingRow]:
-    """Return the rows of one group, in the order of its trajectories and their paths.
+def group_rows(
+    trajectories: Sequence[Trajectory],
+    *,
+    divides_by_std: bool = False,
+    weights: Literal["per_token", "per_trajectory"] = "per_token",
+) -> list[TrainingRow]:
+    """Return the rows of one group, in the order of its agents, trajectories and paths.
 
     The advantage of a path is its reward (`Trajectory.reward_of`) minus the mean reward of the scored trajectories,
     as in GRPO. With `divides_by_std` it is divided by their standard deviation, as in DeepSeekMath
     (arXiv:2402.03300) but not in Dr. GRPO (arXiv:2503.20783). Paths without a reward, with an empty mask, or not
-    trainable are omitted.
+    trainable are omitted. In a loop of several agents each agent has its own baseline.
+
+    The group's loss is the sum over its rows of `weight` times the sum of the row's token losses. The weights of
+    all trained tokens sum to 1. With `per_token` every token has the weight 1 / (trained tokens of the group).
+    With `per_trajectory` it has the weight 1 / (trajectories with rows x trained tokens of its trajectory), so that
+    a trajectory with many paths counts as much as one with a single path.
     """
     scored = [trajectory for trajectory in trajectories if is_scored(trajectory)]
-    if not scored:
+    rows = [row for name in _agents_of(scored) for row in _agent_rows(scored, name, divides_by_std=divides_by_std)]
+    num_tokens = Counter[int]()  # by sample
+    for row in rows:
+        num_tokens[row.sample_index] += int(row.mask.sum())
+    if weights == "per_token":
+        return [replace(row, weight=1 / num_tokens.total()) for row in rows]
+    return [replace(row, weight=1 / (len(num_tokens) * num_tokens[row.sample_index])) for row in rows]
+
+
+def _agents_of(trajectories: Sequence[Trajectory]) -> list[str]:
+    return list(dict.fromkeys(name for trajectory in trajectories for name in trajectory.agents))
+
+
+def _agent_rows(scored: Sequence[Trajectory], agent: str, *, divides_by_std: bool) -> list[TrainingRow]:
+    """Return the rows of one agent of the trajectories. Its own rewards are the baseline."""
+    own = [trajectory for trajectory in scored if agent in trajectory.agents or not trajectory.paths]
+    rewards = [trajectory.agent_rewards.get(agent, trajectory.reward) for trajectory in own]
+    known = np.array([reward for reward in rewards if reward is not None], np.float64)
+    if not known.size:
         return []
-    rewards = np.array([trajectory.reward for trajectory in scored], np.float64)
-    baseline = float(rewards.mean())
-    scale = float(rewards.std()) + _STD_FLOOR if divides_by_std else 1.0
+    baseline = float(known.mean())
+    scale = float(known.std()) + _STD_FLOOR if divides_by_std else 1.0
     rows = []
     for trajectory in scored:
-        for place, path in enumerate(trajectory.paths):
-            reward = trajectory.reward_of(place)
-            if reward is not None and path.is_trainable and path.response_mask.any():
+        for place, (path, reward) in enumerate(zip(trajectory.paths, trajectory.path_rewards, strict=True)):
+            if path.agent == agent and reward is not None and path.is_trainable and path.response_mask.any():
                 rows.append(_row(trajectory, place, reward, (reward - baseline) / scale))
     return rows
 
@@ -147,6 +176,7 @@ def _row(trajectory: Trajectory, place: int, reward: float, advantage: float) ->
         versions=versions_of(path),
         reward=reward,
         advantage=advantage,
+        weight=1.0,
     )
 
 

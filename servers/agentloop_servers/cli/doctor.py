@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -37,6 +38,9 @@ from agentloop_servers.cluster.host import NICENESS
 from agentloop_servers.config.models import with_model_folders
 from agentloop_servers.config.service import ServiceConfig, located, model_sizes, weight_bytes
 from agentloop_servers.engines.common.versions import DRIVEN, objection
+from agentloop_servers.engines.vllm.config import engine_arguments
+from agentloop_servers.engines.vllm.extra_arguments import command_line
+from agentloop_servers.processes.engine_parts import vllm_config
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 PROCESS_GIB = 1.5  # per replica on a CPU: two Python processes with torch and an engine
@@ -294,6 +298,7 @@ def examine_model(config: ServiceConfig) -> list[Check]:
         sizes = model_sizes(config)
         checks.append(Check("context", True, f"{sizes.max_context_tokens:,} tokens"))
         checks += _memory_of(config)
+        checks += _engine_commands(config)
     except AgentLoopError as error:
         return [*checks, Check("config.json", False, error.message)]
     try:
@@ -305,6 +310,20 @@ def examine_model(config: ServiceConfig) -> list[Check]:
     except AgentLoopError as error:
         return [*checks, *_of_renderer(renderer, config), Check("parser", False, error.message)]
     return [*checks, *_of_renderer(chosen.renderer, config), *_of_parser(chosen)]
+
+
+def _engine_commands(config: ServiceConfig) -> Iterator[Check]:
+    """Show the command line of each vLLM pool with `engine.arguments`. Imports vLLM."""
+    for entry in config.entries:
+        if entry.kind == "vllm" and entry.arguments and importlib.util.find_spec("vllm") is not None:
+            name = f"engine {entry.name}"
+            try:
+                arguments = engine_arguments(vllm_config(config, entry))
+            except (AgentLoopError, ValueError) as error:
+                yield Check(name, False, str(error))
+            else:
+                model = arguments.pop("model")
+                yield Check(name, True, shlex.join(["vllm", "serve", model, *command_line(arguments)]))
 
 
 def _memory_of(config: ServiceConfig) -> Iterator[Check]:

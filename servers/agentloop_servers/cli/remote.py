@@ -233,6 +233,11 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
     console.print(replicas)
     for adapter in service.adapters:
         console.print(f"adapter {adapter.name}, version {adapter.version}", highlight=False)
+    for hold in service.holds:
+        lost = f", {len(hold.lost)} lost" if hold.lost else ""
+        held = f"{', '.join(hold.replicas) or 'no replica'}{lost}"
+        line = f"held at version {hold.version} for at most {hold.left_s:.0f} s more: {held}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if service.queue.reason:
         console.print(_waiting(service), highlight=False, markup=False, soft_wrap=True)
     said = "\n".join(service.degraded)

@@ -121,6 +121,8 @@ class EngineConfig(_EngineModel):
     """Fraction of a GPU that Ray reserves; the rest stays available to other users of the Ray cluster."""
     allow_untested: bool = False
     """Start engine versions that are newer than the tested ones, with a warning, instead of refusing them."""
+    arguments: dict[str, JsonValue] = {}
+    """Any other arguments of the engine, by vLLM's or SGLang's own names. See docs/guides/engines.md."""
     settings: dict[str, JsonValue] = {}
     """Additional settings of a `kind` that a package registers; see the package's page."""
 
@@ -150,6 +152,8 @@ class EngineConfig(_EngineModel):
                 "max_step_tokens and max_graph_tokens are supported by vLLM only: SGLang runs decode and prefill in"
                 " separate steps"
             )
+        if self.kind == "simulated" and self.arguments:
+            raise ValueError(f"arguments: a simulated engine has none: remove {list(self.arguments)}")
         if self.kind in OWN_KINDS and self.settings:
             raise ValueError(
                 f"settings: the kind {self.kind} has no additional settings: remove {list(self.settings)}"

@@ -17,13 +17,22 @@ _MIN_PREFIX_TOKENS = 512
 
 def demand(worker_id: str, sample: Sample) -> Demand:
     """Return the demand for a lease of a worker's next sample."""
+    # A sample that continues, or whose tokens were dropped as stale, gets the newest weights.
+    is_new = sample.attempt == sample.num_stale_attempts == 0
+    limit = sample.group.staleness if is_new else None
+    needs = replace(
+        needs_of_task(sample.group.task),
+        version=sample.group.task.weight_version,
+        adapter=sample.rollout.terms.adapter,
+        max_staleness=0 if limit is None else limit.max_staleness,
+    )
     return Demand(
         holder_id=sample.assignment_id,
         process_id=worker_id,
         group_id=group_key(sample.assignment_id),
         num_prompt_tokens=_num_prompt_tokens(sample.group.task),
         group_size=sample.group.num_samples,
-        needs=replace(needs_of_task(sample.group.task), adapter=sample.rollout.terms.adapter),
+        needs=needs,
         prefixes=_prefixes(sample.group.task),
     )
 

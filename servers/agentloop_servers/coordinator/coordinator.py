@@ -197,6 +197,7 @@ class Coordinator:
             store=None if self._follower is None else self._follower.status,
             adapters=replicas.sync.adapters.served,
             num_awaiting_turn=replicas.sync.num_awaiting_turn,
+            holds=replicas.holds.shown(self._clock.now()),
         )
         return replace(status, degraded=degraded(status))
 

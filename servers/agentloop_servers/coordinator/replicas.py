@@ -17,6 +17,7 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.api.coordinator import (
     AdapterPush,
     LostReplica,
+    ReplicaHold,
     ReplicaRegistration,
     ReplicaReport,
     ReplicaStatus,
@@ -28,6 +29,7 @@ from agentloop.concurrency.clock import Clock
 from agentloop.engine.interface import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, InvalidRequest, InvariantBroken, ServiceUnavailable
 from agentloop.fleet.desired_state import FleetAdapters, FleetWeights, StandingOrders
+from agentloop.fleet.holds import Holds
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_steps import Connect, WeightConfig
@@ -131,6 +133,7 @@ class Replicas:
             on_change=self._fleet_changed,
             log=log,
         )
+        self.holds = Holds(self.fleet, log)
         self.starts = Starts()
         self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # replica id, reason, time
         self._entry_of: dict[str, str] = {}  # replica id -> engine pool
@@ -150,7 +153,8 @@ class Replicas:
     @property
     def versions(self) -> FleetVersions:
         """The fleet's served versions, and the version of a running update."""
-        return FleetVersions(self.fleet.weight_version, max(self._coming, default=None), self.fleet.adapters)
+        fleet = self.fleet
+        return FleetVersions(fleet.weight_version, fleet.coming_version, fleet.adapters, fleet.held_versions)
 
     # Registration and reports
 
@@ -199,9 +203,10 @@ class Replicas:
             self._forget(replica_id, reason or "it shut down")
 
     def tick(self, now: float) -> None:
-        """Remove silent replicas and starts, end expired leases, and adapt the KV share."""
+        """Remove silent replicas and starts, end expired holds and leases, and adapt the KV share."""
         for replica_id in self.fleet.expire(now):
             self._forget(replica_id, "it sent no report")
+        self.holds.expire(now)
         self.starts.expire(now)
         self.balancer.expire(now)
         self.balancer.look(now)
@@ -325,6 +330,16 @@ class Replicas:
     async def unload_adapter(self, name: str) -> None:
         await self.sync.unload_adapter(name)
 
+    async def hold(self, hold_id: str, num_replicas: int, timeout_s: float, lease_s: float) -> ReplicaHold:
+        await self.sync.until_idle()  # no await from here on: an update changes the replicas that it has begun with
+        now = self._clock.now()
+        return self.holds.begin(hold_id, num_replicas, timeout_s, lease_s, now, self.balancer.num_leases)
+
+    async def renew_hold(self, hold_id: str, lease_s: float) -> ReplicaHold:
+        shown = self.holds.renew(hold_id, lease_s, self._clock.now())
+        self._fleet_changed()
+        return shown
+
     @to_its_end
     async def pause(self, mode: PauseMode, reason: str = "") -> None:
         await self.sync.pause(mode, reason)
@@ -359,10 +374,12 @@ class Replicas:
     def _update_under_way(self, version: int) -> Iterator[None]:
         """Within the block, start no sample that the update would make too stale. Wakes workers afterwards."""
         self._coming.append(version)
+        self.fleet.coming_version = max(self._coming)
         try:
             yield
         finally:
             self._coming.remove(version)
+            self.fleet.coming_version = max(self._coming, default=None)
             self._changed.notify()
 
     def _follow_version(self, policy: KVPolicy) -> None:

@@ -661,11 +661,19 @@ class Rollouts:
             return ()
         waiting, now, versions = self._replicas.waiting, self._clock.now(), self._replicas.versions
         self.queue.set_versions(versions, now)
+        are_others_full = False  # only held replicas may have capacity
 
         def place(sample: Sample) -> Lease | NoPlace:
-            if sample.rollout.awaits_weights(sample.group.task.weight_version, versions, now):
+            nonlocal are_others_full
+            wanted = sample.group.task.weight_version
+            if sample.rollout.awaits_weights(wanted, versions, now):
                 return NoPlace.LATER
-            return waiting.try_to_place(demand(worker_id, sample))
+            if wanted is not None and wanted.exact_version in versions.held:
+                return waiting.try_to_place(demand(worker_id, sample))
+            found = NoPlace.FULL if are_others_full else waiting.try_to_place(demand(worker_id, sample))
+            are_others_full = found is NoPlace.FULL
+            # Without capacity nothing overtakes this sample, except the samples of held replicas.
+            return NoPlace.LATER if are_others_full and versions.held else found
 
         placed = self.queue.take(worker_id, num_free, now, place)
         return tuple(assignment(sample, lease) for sample, lease in placed)

@@ -14,10 +14,11 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager,
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import orjson
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -29,7 +30,7 @@ from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, Gone, InvalidRequest, ModelNotFound, SessionNotFound
 from agentloop.generation.turn_reader import TurnPiece
 from agentloop.sessions.session import Session
-from agentloop.trajectory.node import Reply
+from agentloop.trajectory.node import PARENT_TURN_HEADER, Declaration, Reply
 from agentloop.types import Generation
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
@@ -51,6 +52,16 @@ TURN_HEADER = "x-turn-id"
 QUEUE_HEADER = "x-queue-seconds"
 VERSION_HEADER = "x-weight-version"
 
+CODEX_WINDOW_HEADER = "x-codex-window-id"
+AGENT_HEADERS: Final = (
+    ("x-claude-code-agent-id", "x-claude-code-parent-agent-id", True),
+    (CODEX_WINDOW_HEADER, "x-codex-parent-thread-id", False),
+    ("x-dynamo-session-id", "x-dynamo-parent-session-id", False),
+)
+"""For each client the headers of the calling agent's id and of its parent's id, and True if the main agent's calls
+have neither: then an agent without a named parent was started by the main agent."""
+
+MAX_AGENT_CHARS = 256
 MAX_AFFINITY_CHARS = 256
 
 LONG_ANSWER_TOKENS = 2048
@@ -181,7 +192,12 @@ def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
     clients whose bodies are fixed. The body's field takes precedence. Raises InvalidRequest.
     """
     text = request.headers.get(VERSION_HEADER)
-    chat_call = replace(chat_call, traceparent=traceparent_of(request), adapter=adapter_of(request))
+    chat_call = replace(
+        chat_call,
+        traceparent=traceparent_of(request),
+        adapter=adapter_of(request),
+        declaration=_declaration_of(request.headers),
+    )
     if text is None or chat_call.sampling.weight_version is not None:
         return chat_call
     try:
@@ -193,6 +209,25 @@ def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
         ) from error
     demand = check_body(fields, VersionDemandBody).to_demand()
     return replace(chat_call, sampling=replace(chat_call.sampling, weight_version=demand))
+
+
+def _declaration_of(headers: Headers) -> Declaration | None:
+    """Return the place in the lineage that a call's headers declare. Raises InvalidRequest for a longer id."""
+    parent_turn = headers.get(PARENT_TURN_HEADER, "")
+    agent, parent_agent, parent_header = "", None, ""
+    for agent_header, header, has_unnamed_main in AGENT_HEADERS:
+        if agent := headers.get(agent_header, ""):
+            if agent_header == CODEX_WINDOW_HEADER:
+                agent = agent.rpartition(":")[0] or agent  # "{thread}:{number of compactions}"
+            parent_agent, parent_header = headers.get(header, "" if has_unnamed_main else None), header
+            break
+    if not agent and not parent_turn:
+        return None
+    ids = ((PARENT_TURN_HEADER, parent_turn), (agent_header, agent), (parent_header, parent_agent or ""))
+    for header, value in ids:
+        if len(value) > MAX_AGENT_CHARS:
+            raise InvalidRequest(f"an id of {len(value)} characters is longer than {MAX_AGENT_CHARS}", param=header)
+    return Declaration(parent_turn, agent, parent_agent, parent_header)
 
 
 def affinity_of(request: Request, endpoint: Endpoint, names: Sequence[str], param: str) -> str | None:

@@ -50,7 +50,7 @@ from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session
 from agentloop.storage.home import Home
 from agentloop.trajectory.node import CallRecord, Node
-from agentloop.types import Message, StopReason, Trajectory, VersionDemand
+from agentloop.types import Credit, Message, StopReason, Trajectory, VersionDemand
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
 from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.http.auth import SessionKeys
@@ -99,6 +99,7 @@ class NewSession:
     traceparent: str = ""  # the W3C trace context of its caller
     weight_version: VersionDemand | None = None  # for calls without a version demand
     adapter: str = ""  # named as in `NamedAdapter`; empty: the base weights
+    credit: Credit = Credit.LINEAGE
 
 
 class SessionCache:
@@ -449,6 +450,7 @@ class Sessions:
             traceparent=wanted.traceparent,
             weight_version=wanted.weight_version,
             adapter=wanted.adapter,
+            credit=wanted.credit,
         )
 
     async def _claimed(self, rollout_id: str, names: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ from agentloop.api.sessions import (
 from agentloop.chat.call import ChatCall, ChatResult, version_range
 from agentloop.sessions.calls import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.session import Session
-from agentloop.types import Generation, Message, Trajectory
+from agentloop.types import Credit, Generation, Message, Trajectory
 from agentloop.values import codec
 from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.endpoint.calls import answer_call
@@ -113,6 +113,7 @@ class SessionRoutes:
             traceparent=traceparent_of(request),
             weight_version=None if body.weight_version is None else body.weight_version.to_demand(),
             adapter="" if body.adapter is None else await endpoint.adapter_of(body.adapter, caller.names),
+            credit=Credit(body.credit),
         )
         session = await self._in_time(endpoint.sessions.create(wanted, caller.names))
         session_id, keys = session.shown_id, endpoint.sessions.keys

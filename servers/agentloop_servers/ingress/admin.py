@@ -20,12 +20,22 @@ from agentloop.api.coordinator import (
     AdapterPush,
     FrontPort,
     HostDrain,
+    ReplicaHold,
     ServiceStatus,
     StoreStatus,
     UpdateReport,
 )
 from agentloop.api.owners import own_id
-from agentloop.api.requests import ID_PATTERN, DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
+from agentloop.api.requests import (
+    ID_PATTERN,
+    DrainBody,
+    HoldBody,
+    PauseBody,
+    RenewHoldBody,
+    SleepBody,
+    WakeBody,
+    WeightsBody,
+)
 from agentloop.engine.interface import GroupInit, MemoryTag, PullVersion, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, InvalidRequest
 from agentloop.types import PauseMode
@@ -41,6 +51,8 @@ T = TypeVar("T")
 _ADAPTER_NAME = re.compile(ID_PATTERN)
 
 Drain = Annotated[DrainBody, Depends(json_body(DrainBody))]
+Hold = Annotated[HoldBody, Depends(json_body(HoldBody))]
+RenewHold = Annotated[RenewHoldBody, Depends(json_body(RenewHoldBody))]
 Pause = Annotated[PauseBody, Depends(json_body(PauseBody))]
 Sleep = Annotated[SleepBody, Depends(json_body(SleepBody))]
 Wake = Annotated[WakeBody, Depends(json_body(WakeBody))]
@@ -151,6 +163,8 @@ class AdminRoutes:
             ("/admin/wake", self.wake, WakeBody, SleepState, {}),
             ("/admin/users", self.users, None, UsersRead, {}),
             ("/admin/drain", self.drain, DrainBody, HostDrain, {}),
+            ("/admin/hold", self.hold, HoldBody, None, answered(ReplicaHold)),
+            ("/admin/hold/renew", self.renew_hold, RenewHoldBody, None, answered(ReplicaHold)),
         ]
         for path, handler, body, answer, responses in posts:
             add_route(router, "POST", path, handler, body, answer, responses)
@@ -273,6 +287,15 @@ class AdminRoutes:
         """Send a host no more work, or with `undo` end that; returns the work that the host still has.
         Idempotent."""
         return json_response(await self.ask(self._coordinator.drain_host(body.host, body.undo)))
+
+    async def hold(self, body: Hold) -> Response:
+        """Keep replicas at the served weight version for an evaluation. Idempotent by `hold_id`."""
+        held = self._coordinator.hold(body.hold_id, body.replicas, body.timeout_s, body.lease_s)
+        return json_response(await self.ask(held))
+
+    async def renew_hold(self, body: RenewHold) -> Response:
+        """Extend a hold, or end it with `lease_s` 0; its replicas then catch up with the served version."""
+        return json_response(await self.ask(self._coordinator.renew_hold(body.hold_id, body.lease_s)))
 
     async def _memory(self) -> Response:
         return json_response(SleepState((await self.status()).asleep))

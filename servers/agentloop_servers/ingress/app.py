@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,7 @@ def create_app(
     labels: TokenLabels = TokenLabels(None),  # noqa: B008 - without a tokenizer it has no state
     model: Path = Path(),
     others: Mapping[str, FastAPI] = MappingProxyType({}),
+    judges: Collection[str] = (),
     is_inside: bool = False,
     route_settings: RouteSettings = MappingProxyType({}),
 ) -> FastAPI:
@@ -76,7 +77,7 @@ def create_app(
     `nodes_without` returns the hosts on which a directory is missing; it blocks. `model` is the directory of the
     engines' initial weights. With an `endpoint` the app serves agents; the caller starts and closes the endpoint's
     sessions and enters the lifespans of `others`, the apps of other models. They are mounted at `/models/NAME` and
-    made with `is_inside`: this app's guard protects them.
+    made with `is_inside`: this app's guard protects them. `judges` names the models that rewards may call.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
@@ -85,7 +86,7 @@ def create_app(
         tally, reporter = endpoint.sessions.parts.tally, endpoint.sessions.reporter  # the endpoint closes them
     leases = CallLeases(coordinator, connect, reporter, config=config, tally=tally)
     rollouts = RolloutRoutes(
-        coordinator, keys, leases, limits, tool_names, endpoint, [*image_roots], allowed_imports, others, is_inside
+        coordinator, keys, leases, limits, tool_names, endpoint, [*image_roots], allowed_imports, judges
     )
     admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without, model)
 

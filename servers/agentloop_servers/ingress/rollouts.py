@@ -139,12 +139,10 @@ class RolloutRoutes:
         endpoint: Endpoint | None = None,
         image_roots: Sequence[Path] = (),
         allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
-        models: Collection[str] = (),
-        is_beside: bool = False,
+        judges: Collection[str] = (),
     ) -> None:
-        """`models` names the models next to the policy; `is_beside` is set if this service is one of them."""
-        self._models = models
-        self._is_beside = is_beside
+        """`judges` names the models that rewards may call."""
+        self._judges = judges
         self._allowed_imports = allowed_imports
         self._image_roots = image_roots
         self._keys = keys
@@ -248,13 +246,6 @@ class RolloutRoutes:
 
     async def submit(self, request: Request, body: Submit) -> Response:
         """Accept tasks durably. Repeating a submit with the same `rollout_id` changes nothing."""
-        if self._is_beside:
-            raise InvalidRequest(
-                f"{request.scope['root_path']} serves sessions and calls only, because no worker runs rollouts of a"
-                " model next to the policy: submit the tasks to the policy (its loops and rewards can call this"
-                " model), or open sessions here",
-                param="tasks",
-            )
         self._check_names(body)
         if body.rollout_id == SESSIONS_ROLLOUT_ID:
             raise InvalidRequest(f"the name {SESSIONS_ROLLOUT_ID!r} is kept for sessions", param="rollout_id")
@@ -349,8 +340,8 @@ class RolloutRoutes:
                     else:
                         self._allowed_imports.check(task.environment, param="environment")
                 if isinstance(task.reward, JudgeBody):
-                    if task.reward.model not in self._models:
-                        raise unknown_model(task.reward.model, self._models, "reward.model")
+                    if task.reward.model not in self._judges:
+                        raise unknown_model(task.reward.model, self._judges, "reward.model")
                 elif task.reward is not None and task.reward not in SHIPPED_REWARDS:
                     self._allowed_imports.check(task.reward, param="reward")
                     if ":" not in task.reward:

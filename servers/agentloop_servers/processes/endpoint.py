@@ -15,7 +15,7 @@ from agentloop.observability.trace_context import EngineTraces
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.home import Home
 from agentloop.values.sampling import LogprobsMode
-from agentloop_servers.chat_format.load import load_chat_format
+from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
 from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
@@ -27,12 +27,13 @@ from agentloop_servers.replica.client import EngineClients
 
 def session_parts(
     config: ServiceConfig,
+    chat: ChatFormat,
     tally: MetricsTally,
     traces: EngineTraces | None = None,
     keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None,
 ) -> SessionParts:
-    """Return the objects that all chat calls of a process share. Loads the model's chat format."""
-    facts, chat = model_sizes(config), load_chat_format(config.model_path(), config.chat)
+    """Return the objects that all chat calls of a process share."""
+    facts = model_sizes(config)
     return SessionParts(
         renderer=chat.renderer,
         reader=TurnReader(chat.renderer, chat.parser, chat.name),
@@ -62,7 +63,9 @@ def build_endpoint(
     facts, settings = model_sizes(config), config.endpoint
     keeps_images = config.cluster is None and config.store is None
     keep = ImageFiles(run_dir / IMAGES_FOLDER).keep if keeps_images else coordinator.keep_images
-    parts = session_parts(config, MetricsTally() if tally is None else tally, engine_traces(config, run_dir), keep)
+    chat = load_chat_format(config.model_path(), config.chat)
+    tally = MetricsTally() if tally is None else tally
+    parts = session_parts(config, chat, tally, engine_traces(config, run_dir), keep)
     limits = SessionLimits(
         max_sessions=settings.max_sessions,
         max_resident_bytes=settings.max_resident_mib << 20,

@@ -133,6 +133,7 @@ def process_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
         "batch_invariant": entry.batch_invariant,
         "logprobs_mode": LogprobsMode(entry.logprobs_mode),
         "allow_untested": entry.allow_untested,
+        "arguments": entry.arguments,
         "stage_timeout_s": entry.stage_timeout_s,
         "commit_timeout_s": entry.commit_timeout_s,
         "traces_url": config.engine_traces_url,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -153,13 +153,14 @@ class IngressProcess:
         closing.push_async_callback(users.close)
         await users.start()
         models, apps = dict[str, OpenedModel](), dict[str, FastAPI]()
+        judges = tuple(other.name for other in self._others)
         for other, coordinator in self._others.items():
             models[other.name] = model = await self._open(other, coordinator, num_processes, trust)
             model.endpoint.users, model.endpoint.path = users, f"{MODELS_PATH}/{other.name}"
-            apps[other.name] = model_app = model.to_app(all_keys.get(other.name, keys), is_inside=True)
+            apps[other.name] = model_app = model.to_app(all_keys.get(other.name, keys), judges, is_inside=True)
             await closing.enter_async_context(model_app.router.lifespan_context(model_app))
         endpoint.others = {name: model.endpoint for name, model in models.items()}
-        app = opened.to_app(keys, apps)
+        app = opened.to_app(keys, judges, apps)
         server = DirectServer(app, address := node_address(config), tls=config.tls_files, trust=trust)
         closing.push_async_callback(server.close)
         reached_at = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
@@ -222,7 +223,12 @@ class OpenedModel:
     router: ShardRouter
 
     def to_app(
-        self, keys: Keys, others: Mapping[str, FastAPI] = MappingProxyType({}), *, is_inside: bool = False
+        self,
+        keys: Keys,
+        judges: Collection[str],
+        others: Mapping[str, FastAPI] = MappingProxyType({}),
+        *,
+        is_inside: bool = False,
     ) -> FastAPI:
         """Return the model's HTTP application. Raises InvalidRequest if `host` is public and there are no keys."""
         config = self.config
@@ -242,6 +248,7 @@ class OpenedModel:
             model=config.model_path(),
             labels=TokenLabels(located(config.model), self.run_dir),
             others=others,
+            judges=judges,
             is_inside=is_inside,
             route_settings=config.routes,
         )

@@ -67,25 +67,34 @@ function Facts({ record, annotations, seq }) {
 }
 
 function Paths({ paths, place, seq, query }) {
-  const depthOf = (path) => (path.parent === null ? 0 : 1 + depthOf(paths[path.parent]));
+  const parentOf = (path) => (path.lineage ? path.lineage.parent : path.parent);
+  const children = new Map();
+  paths.forEach((path, number) => {
+    children.set(parentOf(path), [...(children.get(parentOf(path)) ?? []), number]);
+  });
+  const rows = (parent, depth) =>
+    (children.get(parent) ?? []).flatMap((number) => [{ number, depth }, ...rows(number, depth + 1)]);
   return html`<section>
     <h2>Paths</h2>
     <ul class="paths">
-      ${paths.map((path, number) => {
+      ${rows(null, 0).map(({ number, depth }) => {
+        const path = paths[number];
         const about = [
           `${plural(path.response_mask.filter(Boolean).length, "token")} in the mask`,
           plural(path.turns.length, "turn"),
-          path.parent !== null && `${plural(path.num_shared, "token")} shared with path ${path.parent}`,
+          path.num_shared > 0 && `${plural(path.num_shared, "token")} shared with path ${path.parent}`,
           !path.is_trainable && "not for training",
           path.reward !== null && `reward ${reward(path.reward)}`,
         ];
-        const indent = (row) => row && (row.style.marginLeft = `${1.5 * depthOf(path)}em`);
+        const indent = (row) => row && (row.style.marginLeft = `${1.5 * depth}em`);
+        const { lineage, split_reason, split_detail } = path;
         return html`<li key=${number} ref=${indent}>
           <a href=${link(`trajectory/${seq}`, { ...query, path: number })} aria-current=${number === place}>
-            path ${number}${path.split_reason && html`: <strong>${path.split_reason}</strong>`}
+            path ${number}${path.agent && `, agent ${path.agent}`}${lineage && html`: <strong>${lineage.kind}</strong>`}
           </a>
-          ${" "}<span class="quiet">${about.filter(Boolean).join(", ")}</span>
-          ${path.split_detail && html`<div class="detail">${path.split_detail}</div>`}
+          ${" "}<span class="quiet">${[split_reason, ...about].filter(Boolean).join(", ")}</span>
+          ${lineage?.evidence && html`<div class="detail">${lineage.evidence}</div>`}
+          ${split_detail && html`<div class="detail">${split_detail}</div>`}
         </li>`;
       })}
     </ul>

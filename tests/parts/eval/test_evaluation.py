@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import orjson
 import pytest
+from safetensors.torch import load_file
 
 from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest
@@ -18,8 +20,9 @@ from agentloop.rollout.environment import tasks_of
 from agentloop.types import Limits, Message, RolloutTask, StopReason
 from agentloop_eval import Evaluation, evaluate, figures_of
 from agentloop_eval.evaluation import sample_of
+from agentloop_servers.config.service import CHECKOUT
 from tests.support.records.samples import make_trajectory
-from tests.support.service.whole_service import simulated_config, whole_service
+from tests.support.service.whole_service import simulated_config, whole_service, whole_site
 
 HERE = "tests.parts.eval.test_evaluation"
 
@@ -77,6 +80,61 @@ async def test_each_task_has_its_samples_and_a_failed_checker_is_an_error(tmp_pa
         result.save(tmp_path / "out")
 
 
+class Gated(Parity):
+    """Its samples end after the test has opened the gate."""
+
+    gate: ClassVar[asyncio.Event]
+
+    @classmethod
+    def tasks(cls) -> Iterator[RolloutTask]:
+        for task in super().tasks():
+            yield replace(task, task_id=f"gated-{task.task_id}")
+
+    async def score(self, task: RolloutTask, messages: Sequence[Message]) -> float:
+        await self.gate.wait()
+        return 1.0
+
+
+@pytest.mark.parametrize("is_pushed", [False, True])
+async def test_held_replicas_sample_one_version_while_a_trainer_updates_the_others(
+    tmp_path: Path, is_pushed: bool
+) -> None:
+    """They catch up from the folder. Simulated engines send no weights, so after pushes they need another one."""
+    Gated.gate, folder = asyncio.Event(), CHECKOUT / "examples" / "tiny_policy" / "v1"
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = simulated_config(mode="standalone", replicas=3)
+    async with (
+        whole_site(config, run_dir) as site,
+        RolloutClient(site.urls[0]) as client,
+        RolloutClient(site.urls[0]) as trainer,
+    ):
+        evaluating = asyncio.create_task(
+            evaluate(client, tasks_of(f"{HERE}:Gated"), num_samples=40, hold=1, on_sample=lambda: None)
+        )
+        while not (held := (await trainer.status()).holds):
+            await asyncio.sleep(0.01)
+        weights = load_file(folder / "model.safetensors") if is_pushed else str(folder)
+        for version in range(1, 6):
+            report = await trainer.update_weights(weights, version=version)
+            assert {one.error for one in report.replicas} == {None}
+            assert {one.replica_id for one in report.replicas}.isdisjoint(held[0].replicas)
+        status = await trainer.status()
+        assert [one.replica_id for one in status.replicas if one.weight_version == 0] == [*held[0].replicas]
+        Gated.gate.set()
+        result = await evaluating
+        async with asyncio.timeout(60):
+            while {one.weight_version for one in status.replicas} != {version}:
+                if is_pushed:
+                    version += 1
+                    await trainer.update_weights(weights, version=version)
+                status = await trainer.status()
+        assert status.holds == ()
+    figures = figures_of(result)
+    assert (result.held_version, result.hold_note) == (0, "")
+    assert (figures.num_judged, figures.num_errors, set(figures.version_shares)) == (120, 0, {"0"})
+
+
 async def test_the_command_writes_what_compare_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -97,8 +155,15 @@ async def test_the_command_writes_what_compare_reads(tmp_path: Path, monkeypatch
             assert "pass@2" in output
         code, output = await run(f"{HERE}:Even", "-k", "2", "--url", url, "--out", str(tmp_path / "a"))
         assert code == 1
-        code, output = await run(f"{HERE}:Even", "-k", "2", "--url", url, "--out", str(tmp_path / "c"))
+        code, output = await run(
+            f"{HERE}:Even", "-k", "2", "--url", url, "--hold", "1", "--out", str(tmp_path / "c")
+        )
         assert code == 0, output
+        assert "all samples are of weight version 0" in output
+        code, output = await run(f"{HERE}:Even", "--url", url, "--hold", "2", "--out", str(tmp_path / "d"))
+        assert (code, "cannot hold 2 replica(s): 2 are ready" in output, "at most 1" in output) == (1, True, True)
+        code, output = await run(f"{HERE}:Even", "--url", url, "--model", "nobody", "--out", str(tmp_path / "d"))
+        assert (code, "nobody" in output) == (1, True), output
     assert len(orjson.loads((tmp_path / "a" / "evaluation.json").read_bytes())["tasks"]) == 5
     code, output = await run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert code == 0, output

@@ -292,6 +292,7 @@ PROGRAMS: dict[tuple[str, int], Program] = {
     ("docs/guides/environments.md", 0): Program(check=shop_is_faultless),
     ("docs/guides/evaluation.md", 0): Program(prints="0."),
     ("docs/guides/learning.md", 0): Program(learning, check=has_trained),
+    ("docs/guides/lineage.md", 0): Program(),
     ("docs/guides/logprobs.md", 0): Program(monitored, check=is_on_policy),
     ("docs/guides/logprobs.md", 1): Program(scored, check=has_scores),
     ("docs/guides/logprobs.md", 2): Program(with_client),

@@ -7,7 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentloop.types import FinishReason, SplitReason, StopReason, TokenPath, Trajectory, Turn, WeightVersionSpan
+from agentloop.types import (
+    FinishReason,
+    Lineage,
+    PathKind,
+    StopReason,
+    TokenPath,
+    Trajectory,
+    Turn,
+    WeightVersionSpan,
+)
 from agentloop_trainers.batches import NO_VERSION, count_group, group_rows
 
 
@@ -88,7 +97,7 @@ def test_a_failure_of_the_service_is_in_no_baseline_and_no_row() -> None:
 
 def test_a_fork_is_several_rows_of_one_advantage_that_train_each_token_once() -> None:
     first = make_path(1, "xx", "00")
-    fork = make_path(1, "mmxx", "0011", split_reason=SplitReason.HISTORY_EDIT, parent=0, num_shared=3)
+    fork = make_path(1, "mmxx", "0011", lineage=Lineage(PathKind.CONTINUES, 0), parent=0, num_shared=3)
     rows = group_rows([make_trajectory(0, 1.0, first, fork), make_trajectory(1, 0.0, make_path(1, "x", "1"))])
     assert [(row.sample_index, row.place, row.advantage) for row in rows] == [
         (0, 0, 0.5),
@@ -98,8 +107,36 @@ def test_a_fork_is_several_rows_of_one_advantage_that_train_each_token_once() ->
     assert sum(int(row.mask.sum()) for row in rows) == 5
 
 
+def test_each_agent_has_its_own_baseline() -> None:
+    main, pro = make_path(1, "x", "0"), make_path(1, "xx", "00", agent="pro")
+    one = replace(make_trajectory(0, 1.0, main, pro), agent_rewards={"pro": 0.25})
+    other = replace(make_trajectory(1, 0.0, main, pro), agent_rewards={"pro": 0.75})
+    rows = group_rows([one, other])
+    assert [(row.sample_index, row.place, row.advantage) for row in rows] == [
+        (0, 0, 0.5),
+        (1, 0, -0.5),
+        (0, 1, -0.25),
+        (1, 1, 0.25),
+    ]
+    assert count_group([one, other], rows).num_scored == 2
+    assert [row.place for row in group_rows([replace(one, reward=None)])] == [1]
+    without = replace(make_trajectory(2, 1.0, main, pro), agent_rewards={})
+    assert [row.reward for row in group_rows([without])] == [1.0, 1.0]
+
+
+def test_weights_count_tokens_or_trajectories_equally() -> None:
+    first = make_path(1, "xx", "00")
+    fork = make_path(1, "mmxxxx", "001111", lineage=Lineage(PathKind.COMPACTS, 0))
+    group = [make_trajectory(0, 1.0, first, fork), make_trajectory(1, 0.0, make_path(1, "xx", "11"))]
+    by_token, by_trajectory = group_rows(group), group_rows(group, weights="per_trajectory")
+    assert [row.weight for row in by_token] == pytest.approx([1 / 8] * 3)
+    assert [row.weight for row in by_trajectory] == pytest.approx([1 / 12, 1 / 12, 1 / 4])
+    for rows in (by_token, by_trajectory):
+        assert sum(row.weight * int(row.mask.sum()) for row in rows) == pytest.approx(1.0)
+
+
 def test_paths_for_the_record_only_unscored_ones_and_empty_masks_are_left_out() -> None:
-    side = make_path(1, "xx", "00", split_reason=SplitReason.NEW_CONVERSATION)
+    side = make_path(1, "xx", "00", lineage=Lineage(PathKind.UNRELATED))
     aside = make_path(1, "x", "0", is_trainable=False)
     main = make_path(1, "xxx", "000")
     trajectory = make_trajectory(0, 1.0, main, side)

@@ -323,9 +323,23 @@ async def test_paths_are_a_tree_with_reasons(browser: Browser) -> None:
         assert shown.startswith(f"path {number}")
         assert (paths[number]["split_reason"] or "") in shown
         assert (paths[number]["split_detail"] or "") in shown
+        assert (paths[number]["lineage"] or {"kind": ""})["kind"] in shown
     contents = await browser.page.locator(".messages pre").all_text_contents()
     assert contents == [message["content"] for message in paths[1]["messages"]]
     await browser.shoot("paths")
+
+
+async def test_sub_agents_and_compactions_are_in_the_tree(browser: Browser) -> None:
+    (one,) = await records_of(browser, task_id="delegated")
+    await browser.open(f"trajectory/{one['seq']}", ".paths li")
+    links = await browser.page.locator(".paths li a").all_inner_texts()
+    assert [link.strip() for link in links] == [
+        "path 1",
+        "path 0: delegates",
+        "path 2: compacts",
+        "path 3: unrelated",
+    ]
+    await browser.shoot("lineage")
 
 
 async def test_a_group_is_compared_to_its_first_difference(browser: Browser) -> None:
@@ -549,7 +563,7 @@ def long_record(num_tokens: int) -> dict[str, Any]:
         "turns": turns,
         "messages": [{**message, "name": None, "tool_call_id": None}],
         **{"split_reason": None, "parent": None, "num_shared": 0, "split_detail": None, "is_trainable": True},
-        "reward": None,
+        **{"reward": None, "lineage": None, "agent": ""},
     }
     timings = dict.fromkeys(("queue_s", "generate_s", "tool_s", "reward_s", "total_s", "unavailable_s"), 1.0)
     record = {

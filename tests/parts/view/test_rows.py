@@ -17,7 +17,16 @@ from agentloop.api.facts import FactsQuery
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.images import Image, ImageSpan, shown
 from agentloop.storage.trajectory_store import TrajectoryReader
-from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus, Trajectory
+from agentloop.types import (
+    Lineage,
+    Message,
+    PathKind,
+    SplitReason,
+    StopReason,
+    ToolCall,
+    ToolCallStatus,
+    Trajectory,
+)
 from agentloop.values.sampling import (
     Constraint,
     ConstraintKind,
@@ -126,9 +135,10 @@ def test_rewards_and_what_may_be_trained_on_have_columns(tmp_path: Path) -> None
     side = replace(
         make_path(),
         turns=(),
-        split_reason=SplitReason.NEW_CONVERSATION,
+        split_reason=SplitReason.BRANCH,
         split_detail="messages[0]",
         parent=0,
+        lineage=Lineage(PathKind.RETRIES, 0),
         num_shared=2,
         is_trainable=False,
     )
@@ -147,7 +157,7 @@ def test_rewards_and_what_may_be_trained_on_have_columns(tmp_path: Path) -> None
         assert (row["reward"], row["truncated"], row["num_resampled_turns"]) == (0.5, True, 2)
     assert (first["path_reward"], first["trainable"]) == (0.5, True)
     assert first["token_rewards"] == main.token_rewards.tolist()
-    assert (second["path_reward"], second["trainable"], second["token_rewards"]) == (None, False, None)
+    assert (second["path_reward"], second["trainable"], second["token_rewards"]) == (0.5, False, None)
     assert (second["parent"], second["num_shared"], second["split_detail"]) == (0, 2, "messages[0]")
 
 
@@ -253,7 +263,7 @@ def test_images_are_named_where_they_stand(tmp_path: Path) -> None:
 
 
 def test_a_row_has_its_path_s_messages_and_says_whether_it_is_of_the_main_conversation(tmp_path: Path) -> None:
-    side = replace(make_path(), turns=(), split_reason=SplitReason.NEW_CONVERSATION)
+    side = replace(make_path(), turns=(), lineage=Lineage(PathKind.UNRELATED))
     paths = [
         replace(one, messages=(Message("user", name),)) for one, name in ((make_path(), "main"), (side, "side"))
     ]
@@ -261,6 +271,7 @@ def test_a_row_has_its_path_s_messages_and_says_whether_it_is_of_the_main_conver
     export(tmp_path / "s", tmp_path / "o", "jsonl")
     rows = [orjson.loads(line) for line in (tmp_path / "o").read_bytes().splitlines()]
     assert [row["main_conversation"] for row in rows] == [True, False]
+    assert [(row["lineage"], row["credit"]) for row in rows] == [(None, True), ("unrelated", False)]
     assert [orjson.loads(row["messages"])[0]["content"] for row in rows] == ["main", "side"]
 
 

@@ -99,6 +99,7 @@ async def viewed_service(run_dir: Path) -> AsyncIterator[ServiceSite]:
                 engines[0].kill("SIGKILL")
         await _annotate(client, read)
         await _fork(client)
+        await _delegate(client)
         await client.submit(
             [RolloutTask("long", (Message("user", "Hi"),), loop=f"{__name__}:Waits")], num_samples=2
         )
@@ -125,6 +126,29 @@ async def _fork(client: RolloutClient) -> None:
             answer = await session.openai.chat.completions.create(model="default", messages=messages, max_tokens=40)
             reply = answer.choices[0].message.content
             said = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": "Go on."}]
+
+
+async def _delegate(client: RolloutClient) -> None:
+    """A session whose agent uses the result of a sub-agent, and then continues from a summary."""
+    async with client.session(task_id="delegated", task_messages=[Message("user", "Find the sum.")]) as session:
+
+        async def say(messages: list[dict[str, str]], text: str) -> str:
+            messages.append({"role": "user", "content": text})
+            answer = await session.openai.chat.completions.create(model="default", messages=messages, max_tokens=60)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+            return messages[-1]["content"]
+
+        agent: list[dict[str, str]] = []
+        helper: list[dict[str, str]] = []
+        await say(agent, "Find the sum.")
+        await say(helper, "Add the first half.")
+        found = await say(helper, "Go on.")
+        summary = await say(agent, f"The helper found: {found}")
+        compacted: list[dict[str, str]] = []
+        await say(compacted, f"Continue from here: {summary}")
+        await say(compacted, "Finish.")
+        await say([], "Write a title.")
+        await session.finish(reward=1.0)
 
 
 async def _main(run_dir: Path) -> None:

@@ -21,10 +21,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from agentloop import __version__
-from agentloop.api.coordinator import ReplicaUpdate, RolloutStatus, RolloutTerms, UpdateReport
+from agentloop.api.coordinator import ReplicaHold, ReplicaUpdate, RolloutStatus, RolloutTerms, UpdateReport
 from agentloop.client.client import RolloutClient
 from agentloop.engine.interface import ALL_MEMORY, MemoryTag
-from agentloop.errors import AgentLoopError, Conflict, InvalidRequest, WeightsRefused, WeightUpdateFailed
+from agentloop.errors import (
+    AgentLoopError,
+    Conflict,
+    InvalidRequest,
+    Unauthorized,
+    WeightsRefused,
+    WeightUpdateFailed,
+)
 from agentloop.storage.summary import StaleSummary
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import KVPolicy, OnStale, RolloutGroup, StalenessLimit, StopReason
@@ -293,6 +300,23 @@ def test_status_says_what_a_staleness_limit_holds_back(service: tuple[str, FakeC
     coordinator.num_held = 2
     [line] = [line for line in runner.invoke(app, arguments, env=wide).output.splitlines() if rollout_id in line]
     assert " ".join(line.split()[1:]) == "- 0 3 0 0 3 2 of them held for the next version"
+
+
+def test_status_shows_held_replicas_and_only_an_admin_holds_them(service: tuple[str, FakeCoordinator]) -> None:
+    url, coordinator = service
+
+    async def hold(**keys: str) -> None:
+        async with RolloutClient(url, **keys) as client, client.hold(1, timeout_s=600.0) as held:
+            assert (held.version, held.hold.replicas) == (0, ("replica-1",))
+            assert coordinator.holds == (held.hold,)
+
+    with pytest.raises(Unauthorized):
+        asyncio.run(hold())
+    asyncio.run(hold(admin_key="admin"))
+    assert coordinator.holds == ()
+    coordinator.holds = (ReplicaHold("h", 3, ("replica-1",), ("replica-2",), 600.0),)
+    output = runner.invoke(app, ["status", "--url", url], env={"COLUMNS": "200"}).output
+    assert "held at version 3 for at most 600 s more: replica-1, 1 lost\n" in output
 
 
 def test_weights_push_needs_the_admin_key(service: tuple[str, FakeCoordinator], tmp_path: Path) -> None:

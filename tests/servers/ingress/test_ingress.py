@@ -362,6 +362,8 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/why",
         "/admin/users",
         "/admin/drain",
+        "/admin/hold",
+        "/admin/hold/renew",
         "/admin/pause",
         "/admin/resume",
         "/admin/weights",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +11,16 @@ from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.sessions.prompts import SessionParts
+from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import KVPolicy, Trajectory
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.endpoint.front_door import serving
+from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.recording import RecordingEngine
-from tests.support.engine.scripted import RENDERER, SPEC, scripted_engine
+from tests.support.engine.scripted import RENDERER, SPEC, ids, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 MODEL = "tiny"
@@ -44,12 +46,17 @@ async def dialect_service(
     keys: Keys = Keys(),  # noqa: B008 - frozen
     max_context_tokens: int = 8192,
     renderer: TemplateRenderer = RENDERER,
+    reply_to: Callable[[str], str] | None = None,
 ) -> AsyncIterator[DialectService]:
     """Run a service that answers the n-th turn of any conversation with the n-th reply.
 
-    `renderer` has the shipped policy's tokenizer.
+    `renderer` has the shipped policy's tokenizer. `reply_to` returns the reply to a prompt's text instead.
     """
-    scripted = scripted_engine(*replies, spec=replace(SPEC, max_context_tokens=max_context_tokens))
+    spec = replace(SPEC, max_context_tokens=max_context_tokens)
+    scripted = scripted_engine(*replies, spec=spec)
+    if reply_to is not None:
+        policy = ScriptedPolicy(lambda prompt_ids: ids(reply_to(renderer.decode(prompt_ids))))
+        scripted = SimulatedEngine(spec, policy=policy)
     await scripted.start()
     engine = RecordingEngine(scripted)
     coordinator = FakeCoordinator()

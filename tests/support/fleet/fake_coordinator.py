@@ -18,6 +18,7 @@ from agentloop.api.coordinator import (
     NamedAdapter,
     Orders,
     Refusal,
+    ReplicaHold,
     ReplicaStatus,
     ReplicaUpdate,
     RolloutStatus,
@@ -107,6 +108,7 @@ class FakeCoordinator:
         self.users = UserTurns()
         self.is_ready = True
         self.by_name: dict[str, NamedAdapter] = {}
+        self.holds: tuple[ReplicaHold, ...] = ()
         self.num_status_calls = 0
         self.status_delay_s = 0.0
         self.is_holding = False
@@ -336,6 +338,16 @@ class FakeCoordinator:
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
         return HostDrain(host, 0, 0)
 
+    async def hold(self, hold_id: str, num_replicas: int, timeout_s: float, lease_s: float) -> ReplicaHold:
+        replicas = tuple(f"replica-{number}" for number in range(1, num_replicas + 1))
+        self.holds = (ReplicaHold(hold_id, 0, replicas, (), timeout_s),)
+        return self.holds[0]
+
+    async def renew_hold(self, hold_id: str, lease_s: float) -> ReplicaHold:
+        [hold] = self.holds
+        self.holds = self.holds if lease_s else ()
+        return hold
+
     async def look_at_store(self) -> StoreStatus:
         raise Conflict("this service does not follow a store of versions", param="weights")
 
@@ -438,6 +450,7 @@ class FakeCoordinator:
             (),
             tuple(tag for tag in MemoryTag if tag in self.asleep),
             adapters=tuple(self.by_name.values()),
+            holds=self.holds,
         )
 
     def _records(self, group: RolloutGroup) -> list[Trajectory]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import CRITICAL
 from pathlib import Path
 from random import Random
@@ -18,6 +18,7 @@ from agentloop.concurrency.clock import VirtualClock
 from agentloop.engine.interface import OnProgress, TokenEngine, WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.context import LoopContext
+from agentloop.rollout.loops import ToolLoop
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.worker import Worker
@@ -52,6 +53,9 @@ REPLIES = ("Let me think about that for a while.", "Perhaps it is five, but I am
 _SILENT = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger(CRITICAL))
 
 
+COMPACTING = ToolLoop(compacts_at=0.25)
+
+
 class Talk:
     """A loop with as many turns as the task allows, and a pause between two turns."""
 
@@ -78,8 +82,9 @@ class TalkSlowly:
 class ListeningEngine(SimulatedEngine):
     """Records every request and its answer."""
 
-    def __init__(self, clock: VirtualClock) -> None:
-        super().__init__(SPEC, clock=clock, policy=ScriptedPolicy(turns(*REPLIES)))
+    def __init__(self, clock: VirtualClock, num_blocks: int = SPEC.num_blocks) -> None:
+        spec = replace(SPEC, num_blocks=num_blocks)
+        super().__init__(spec, clock=clock, policy=ScriptedPolicy(turns(*REPLIES)))
         self.served: list[tuple[GenerateRequest, Generation]] = []
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:

@@ -293,10 +293,9 @@ class World:
         desk.balancer.check()
         for process in self.placeable():
             engine = process.engine
-            holds = engine.weight_version
-            assert holds == desk.fleet.weight_version, (
-                f"{process.url} holds {holds} where {desk.fleet.weight_version} is served"
-            )
+            holds, replica = engine.weight_version, desk.fleet.get(process.replica_id)
+            served = replica.weight_version if replica and replica.held_by else desk.fleet.weight_version
+            assert holds == served, f"{process.url} holds {holds} where {served} is served"
             assert not engine.asleep, f"{process.url} takes traffic and is asleep"
             if self.network.is_perfect and not self.history.is_operator_paused:
                 assert not engine.is_paused, f"{process.url} takes traffic and is paused"
@@ -486,7 +485,8 @@ class World:
         served = sync.served_source()
         if served is None or sync.desired.orders.asleep or served.version in NOISE:
             return True
-        return not served.update.is_repeatable and not (self.wire.can_relay and self.placeable())
+        has_peer = any(one.engine.weight_version == served.version for one in self.placeable())
+        return not served.update.is_repeatable and not (self.wire.can_relay and has_peer)
 
     async def push_until_done(self) -> None:
         """Push until an update succeeds."""

@@ -46,6 +46,8 @@ from agentloop.simulation.engine import SimulatedSpec
 from agentloop.simulation.policy import Malformation
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
+from agentloop.trajectory.node import Declaration, Node
+from agentloop.trajectory.quotes import MIN_QUOTE_CHARS
 from agentloop.types import (
     Limits,
     Message,
@@ -71,6 +73,7 @@ T = TypeVar("T")
 
 CALLS = calls_of(WorkerPort) | calls_of(FrontPort)
 EPOCH_S = 1e9
+COMPACTED_CONTEXT = 600  # tokens: a quarter of it is a prompt and one turn
 MAX_TRIES = 400  # tries of a client's call; a call that needs more is lost
 MAX_OLD_S = 12.0  # time until the first journal, if there is one
 OWNER = ("",)
@@ -112,6 +115,7 @@ class Ledger:
     accepted: dict[str, tuple[RolloutGroup, ...]] = field(default_factory=dict)
     delivered: dict[str, list[Trajectory]] = field(default_factory=dict)
     answers: dict[str, list[ChatResult]] = field(default_factory=dict)  # by session, turn by turn
+    parts: dict[str, str] = field(default_factory=dict)  # the last turn of sessions of several conversations
     alike: dict[str, list[ChatResult]] = field(default_factory=dict)  # by session with several clients
     finished: dict[str, Trajectory] = field(default_factory=dict)
     cancelling: set[str] = field(default_factory=set)  # since the first attempt
@@ -421,6 +425,8 @@ class WholeWorld(World):
         served = self.served_version(self.adapter_of(name)) or 0
         if not self.has_words or rng.random() < 0.6:
             return None
+        if held := self.coordinator.replicas.fleet.held_versions:
+            served = rng.choice((served, *sorted(held)))
         version, wait_s = max(0, served + rng.choice((-1, 0, 0, 1))), rng.choice((0.0, 1.0))
         return rng.choice((VersionDemand(version, None, wait_s), VersionDemand(None, version, wait_s)))
 
@@ -504,11 +510,51 @@ class WholeWorld(World):
             lambda: self.ask_ingress(lambda s: s.finish(session_id, OWNER))
         )
 
+    async def talk_in_parts(self, session_id: str) -> None:
+        """Run an agent that uses a sub-agent's result, and then continues from a summary of its history.
+
+        The sub-agent is declared by its id, and the summary by its parent turn, or only by the quote of a reply.
+        """
+        rng, parts = Random(f"{session_id} {self.seed}"), self.ledger.parts
+        new = NewSession(session_id, adapter=self.adapter_of(session_id))
+        await self.insist(lambda: self.ask_ingress(lambda s: s.create(new, OWNER)))
+
+        async def say(
+            history: tuple[Message, ...], text: str, declaration: Declaration | None = None
+        ) -> tuple[tuple[Message, ...], Node]:
+            history = (*history, Message("user", text))
+            node = (await self._said(session_id, history, rng, declaration=declaration)).choices[0]
+            message = node.reply.message
+            results = (Message("tool", "ok", tool_call_id=one.id) for one in message.tool_calls)
+            return (*history, message, *results), node
+
+        main, _ = await say((), "start")
+        mine = Declaration(agent="helper", parent_agent="")
+        helper, _ = await say((), "help", mine)
+        for _ in range(rng.randint(0, 2)):
+            helper, _ = await say(helper, "go on", mine)
+        main, last = await say(main, f"helped: {helper[-1].content}")
+        is_quoted = len(last.reply.content) >= MIN_QUOTE_CHARS and rng.random() < 0.5
+        self.history.counts["linked by a quote" if is_quoted else "linked by a header"] += 1
+        follows = None if is_quoted else Declaration(parent_turn=last.node_id)
+        after, _ = await say((), f"summary: {last.reply.content}", follows)
+        after, final = await say(after, "finish")
+        parts[session_id] = final.node_id
+        self.ledger.finished[session_id] = await self.insist(
+            lambda: self.ask_ingress(lambda s: s.finish(session_id, OWNER))
+        )
+
     async def _said(
-        self, session_id: str, history: tuple[Message, ...], rng: Random, demand: VersionDemand | None = None
+        self,
+        session_id: str,
+        history: tuple[Message, ...],
+        rng: Random,
+        demand: VersionDemand | None = None,
+        declaration: Declaration | None = None,
     ) -> ChatResult:
         digest = hashlib.sha256(repr(history).encode()).digest()
-        chat = ChatCall(history, SamplingParams(1, weight_version=demand), max_tokens=200, timeout_s=15.0)
+        sampling = SamplingParams(1, weight_version=demand)
+        chat = ChatCall(history, sampling, max_tokens=200, timeout_s=15.0, declaration=declaration)
         counts = iter(range(MAX_TRIES * 2))
 
         async def call(sessions: Sessions) -> ChatResult:
@@ -607,11 +653,28 @@ class WholeWorld(World):
             if self.has_words:
                 group.create_task(self._trouble_the_database(Random(f"database {self.seed}")))
                 group.create_task(self._kill_workers(Random(f"old workers {self.seed}")))
+                group.create_task(self._hold_replicas(Random(f"holds {self.seed}")))
             gap_s = self.rng.choice((0.4, 1.0, 3.0))
             while await self._goes_on(gap_s):
                 plague = self.rng.choice(self._plagues)
                 self.history.counts[plague.__name__] += 1
                 await plague(self.rng.choice(tuple(self.processes.values())))
+
+    async def _hold_replicas(self, rng: Random) -> None:
+        """In a third of the schedules hold replicas, as evaluators that release their hold, or die."""
+        while rng.random() < 0.95 and not self.is_healed and self.seed % 3 == 0:
+            await self.clock.sleep(rng.uniform(0.0, 0.6))
+            limits = rng.randint(1, 2), rng.uniform(0.3, 3.0), rng.uniform(0.3, 2.0)
+            name = f"hold {rng.random()}"
+            try:
+                await self.ask(lambda c, name=name, limits=limits: c.replicas.hold(name, *limits))  # type: ignore[misc]
+                self.history.counts["held"] += 1
+                await self.clock.sleep(rng.uniform(0.0, 2.0))
+                if rng.random() < 0.5:
+                    await self.ask(lambda c, name=name: c.replicas.renew_hold(name, 0.0))  # type: ignore[misc]
+                    self.history.counts["hold released"] += 1
+            except AgentLoopError as error:
+                self.history.counts[f"hold: {error.code}"] += 1
 
     async def _trouble_the_database(self, rng: Random) -> None:
         """Let the database stall and recover, or lose the answers of its commits for a while."""
@@ -736,8 +799,13 @@ class WholeWorld(World):
         await super().close()
 
 
-def make_groups(rng: Random, rollout_id: str, poison_share: float) -> tuple[RolloutGroup, ...]:
-    """Return groups of agents with a tool, of conversations, and of tasks that fail."""
+def make_groups(
+    rng: Random, rollout_id: str, poison_share: float, *, has_compactions: bool = False
+) -> tuple[RolloutGroup, ...]:
+    """Return groups of agents with a tool, of conversations, and of tasks that fail.
+
+    With `has_compactions` the second group's agents compact their history.
+    """
     limit = None
     if rng.random() < 0.4:
         limit = StalenessLimit(rng.randint(0, 3), rng.choice(tuple(OnStale)))
@@ -751,7 +819,11 @@ def make_groups(rng: Random, rollout_id: str, poison_share: float) -> tuple[Roll
             return RolloutTask(name, messages, loop=rng.choice(POISONS), limits=limits)
         if rng.random() < 0.3:
             return RolloutTask(name, messages, loop="tests.support.fleet.live_run:Talk", limits=limits)
-        return RolloutTask(name, messages, ("note",), limits=limits, seed=rng.choice((None, 7)))
+        made = RolloutTask(name, messages, ("note",), limits=limits, seed=rng.choice((None, 7)))
+        if has_compactions and number == 1:
+            limits = replace(limits, max_turns=8, max_context_tokens=COMPACTED_CONTEXT)
+            return replace(made, loop="tests.support.fleet.live_run:COMPACTING", limits=limits)
+        return made
 
     def group(number: int) -> RolloutGroup:
         """Return a group; only half of three or more samples are kept."""

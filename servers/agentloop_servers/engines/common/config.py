@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from agentloop.engine.request_watch import ReportPace
+from agentloop.errors import InvalidRequest
+from agentloop.types import JSON
 from agentloop.values.capabilities import Feature, configured_features
 from agentloop.values.sampling import LogprobsMode
 
@@ -43,6 +48,7 @@ class ProcessEngineConfig:
     stage_timeout_s: float = 600.0  # for a push, from the connection to the last byte
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     allow_untested: bool = False  # start engine versions newer than the tested ones
+    arguments: Mapping[str, JSON] = field(default_factory=dict)  # additional arguments, by the engine's own names
     traces_url: str | None = None  # OTLP/HTTP receiver for the engine's own spans; None: no spans
     pace: ReportPace = field(default_factory=ReportPace)  # how often progress of running requests is reported
 
@@ -75,3 +81,13 @@ class ProcessEngineConfig:
     def num_workers(self) -> int:
         """The number of processes that hold weights."""
         return self.tensor_parallel_size
+
+
+def check_names(engine: str, arguments: Mapping[str, JSON], kind: type[Any]) -> None:
+    """Raise InvalidRequest for an argument that is not a field of the dataclass `kind`, with the nearest names."""
+    known = [one.name for one in fields(kind)]
+    for name in arguments:
+        if name not in known:
+            near = get_close_matches(name, known, 3)
+            hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise InvalidRequest(f"arguments: {engine} has no argument {name!r}{hint}", param="engine.arguments")

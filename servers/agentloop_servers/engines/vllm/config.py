@@ -12,6 +12,7 @@ from agentloop.images import MAX_IMAGES
 from agentloop.values.capabilities import CONSTRAINTS, NOT_SPECULATIVE, Feature, configured_features
 from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.engines.common.config import ProcessEngineConfig
+from agentloop_servers.engines.vllm.extra_arguments import check_owned, read_arguments
 from agentloop_servers.engines.vllm.scheduler import SCHEDULER
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
@@ -56,6 +57,7 @@ class VllmConfig(ProcessEngineConfig):
 
     def __post_init__(self) -> None:
         ProcessEngineConfig.__post_init__(self)  # `super()` does not work in a dataclass with slots
+        check_owned(self.arguments)
         if self.device == "cpu" and self.block_size % 32:
             raise ValueError(f"block_size on CPU must be a multiple of 32, not {self.block_size}")
         if self.device == "cpu" and self.kv_cache_memory_bytes is None:
@@ -121,7 +123,7 @@ def prepare_environment(config: VllmConfig) -> None:
 
 
 def engine_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Make the keyword arguments of vLLM's `AsyncEngineArgs`."""
+    """Make the keyword arguments of vLLM's `AsyncEngineArgs`. Raises InvalidRequest for `config.arguments`."""
     from vllm.config import StructuredOutputsConfig
 
     is_cpu = config.device == "cpu"
@@ -177,7 +179,7 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         arguments["enable_chunked_prefill"] = False
     else:
         arguments |= _gpu_arguments(config)
-    return arguments
+    return arguments | read_arguments(config.arguments)
 
 
 def _scheduler_arguments(config: VllmConfig) -> dict[str, Any]:
