@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 # Where it is set, every process of a test, Ray's too, compiles all of our modules again: half of a collection's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-newest test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer bench-tail lock docs clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-newest test-faults test-hosts test-mutations soak learn learn-real see check house bench bench-endpoint bench-balancer bench-tail lock docs clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -81,6 +81,12 @@ test-newest: $(VENV)/.dev
 # GRPO in plain torch on the shipped policy, through the real service: ARGS="--max-staleness 0 --seed 1"; docs/guides/learning.md.
 learn: $(VENV)/.dev
 	@$(BIN)/python -m examples.train.learn $(ARGS)
+
+# The same for a published model on a published task set, SmolLM2-135M on short questions: about 20 minutes on two cores.
+# ARGS="--resume runs/DIRECTORY" continues; docs/get-started/train-a-published-model.md has the GPU's command.
+REAL := --shots 3 --max-tokens 32 --groups 12 --max-replaced 6
+learn-real: $(VENV)/.dev
+	@$(BIN)/python -m examples.train.real $(if $(findstring --resume,$(ARGS)),,$(REAL)) $(ARGS)
 
 # The viewer in headless Chromium over a simulated service: a picture of each page, and figures, in runs/see/viewed0/.
 see: $(VENV)/.dev

@@ -103,6 +103,8 @@ def test_the_engines_are_extras():
         "cpu",
         "vllm",
         "sglang",
+        "tensorboard",
+        "wandb",
         "renderers",
         "mcp",
         "models",

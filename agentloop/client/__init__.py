@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop.client.batches import Batch, Carry
+from agentloop.client.batches import Batch, BatchPosition, Carry
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import NamedTensors, PushOptions, PushTarget, precision_gap
 from agentloop.client.rollout import Rollout, load_tasks
@@ -11,6 +11,7 @@ from agentloop.client.session import AgentSession, SessionEnd, describe
 __all__ = [
     "AgentSession",
     "Batch",
+    "BatchPosition",
     "Carry",
     "NamedTensors",
     "PushOptions",

@@ -13,8 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
+from typing import TypeAlias
 
-from agentloop.client.rollout import Rollout
+import msgspec
+
+from agentloop.client.rollout import PartPosition, Rollout
 from agentloop.errors import InvalidRequest
 from agentloop.types import RolloutTask, Trajectory
 
@@ -60,11 +63,47 @@ class Batch:
     ages: tuple[int, ...]  # for each group, the number of batches since the one it was submitted for
     num_unfinished: int  # groups in progress when this batch was complete
     num_replaced: int = 0  # groups without signal that were left out, each replaced by the group of another task
+    position: str = (
+        ""  # JSON text for a checkpoint; `RolloutClient.batches(resume=position)` continues after the batch
+    )
 
     @property
     def carried_share(self) -> float:
         """The share of groups that were submitted for an earlier batch."""
         return sum(age > 0 for age in self.ages) / len(self.ages)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPosition:
+    """The state after a batch, with which another process continues.
+
+    A part's id is `name` and the number of its first task, so parts that were submitted later are found again.
+    """
+
+    name: str
+    number: int = 0  # the next batch
+    num_taken: int = 0  # submitted tasks
+    num_open: int = 0  # undelivered groups
+    first_kept: int = 0  # groups of earlier batches are cancelled
+    parts: tuple[PartPosition, ...] = ()
+
+    def encode(self) -> str:
+        """Return the position as JSON text."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> BatchPosition:
+        """Decode `Batch.position`. Raises InvalidRequest."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(
+                f"resume must be the position of a batch, not {text[:80]!r}: {error}", param="resume"
+            ) from error
+
+
+Submit: TypeAlias = Callable[[Sequence[RolloutTask], int], Awaitable[Rollout]]
+"""Submits tasks; the number is that of the first one among all tasks."""
 
 
 def has_signal(group: Sequence[Trajectory]) -> bool:
@@ -79,17 +118,32 @@ async def batches_of(
     rollout: Rollout,
     tasks: Iterable[RolloutTask],
     rule: BatchRule,
-    submit: Callable[[Sequence[RolloutTask]], Awaitable[Rollout]],
+    submit: Submit,
     *,
     acknowledge: bool,
+    position: BatchPosition,
+    num_samples: int,
 ) -> AsyncIterator[Batch]:
-    """Yield batches until all tasks have ended. The last batch may be smaller. `rollout` owns the unread groups."""
-    source, num_open, first_kept, number = iter(tasks), 0, 0, 0
+    """Yield batches until all tasks have ended. The last batch may be smaller. `rollout` owns the unread groups.
+
+    `position` is the state at the start; its parts are already in `rollout`. Submissions have the ids that
+    `BatchPosition` describes.
+    """
+    number, first_kept = position.number, position.first_kept
+    num_found = await rollout.find_parts(position.name, position.num_taken, num_samples, number)
+    num_taken, num_open = position.num_taken + num_found, position.num_open + num_found
+    source = islice(tasks, num_taken, None)
+
+    async def submit_next(count: int) -> int:
+        """Submit up to `count` further tasks for this batch, and return their number."""
+        nonlocal num_taken, num_open
+        if new := list(islice(source, count)):
+            rollout.join(await submit(new, num_taken), number)
+            num_taken, num_open = num_taken + len(new), num_open + len(new)
+        return len(new)
+
     while True:
-        new = list(islice(source, rule.num_offered - num_open))
-        if new:
-            rollout.join(await submit(new), number)
-            num_open += len(new)
+        await submit_next(max(0, rule.num_offered - num_open))
         groups: list[Sequence[Trajectory]] = []
         ages: list[int] = []
         num_replaced = 0
@@ -100,9 +154,8 @@ async def batches_of(
             num_open -= 1
             is_replaceable = num_replaced < rule.max_replaced and not has_signal(group)
             # If no task is left to replace it, the group counts: a batch must not shrink.
-            if is_replaceable and (another := list(islice(source, 1))):
-                rollout.join(await submit(another), number)
-                num_open, num_replaced = num_open + 1, num_replaced + 1
+            if is_replaceable and await submit_next(1):
+                num_replaced += 1
                 continue
             groups.append(group)
             ages.append(number - intended_batch)
@@ -114,7 +167,8 @@ async def batches_of(
         if rule.carry is Carry.CANCEL and num_open:
             await rollout.cancel()
             num_open, first_kept = 0, number + 1
-        yield Batch(number, tuple(groups), tuple(ages), num_unfinished, num_replaced)
+        after = BatchPosition(position.name, number + 1, num_taken, num_open, first_kept, tuple(rollout.positions))
+        yield Batch(number, tuple(groups), tuple(ages), num_unfinished, num_replaced, after.encode())
         # The caller requests the next batch, so it has finished with this one.
         if acknowledge:
             await rollout.acknowledge()

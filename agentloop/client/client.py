@@ -16,13 +16,14 @@ import asyncio
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
+import msgspec
 import orjson
 import structlog
 from pydantic import BaseModel
@@ -62,11 +63,11 @@ from agentloop.api.requests import (
     task_fields,
 )
 from agentloop.api.sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody, OnMalformedCall, OnOverflow
-from agentloop.client.batches import Batch, BatchRule, Carry, batches_of
+from agentloop.client.batches import Batch, BatchPosition, BatchRule, Carry, batches_of
 from agentloop.client.hold import HeldReplicas, held_replicas
 from agentloop.client.publish import PublishOptions, PublishReport, open_publisher, tensor_bytes
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
-from agentloop.client.rollout import Rollout, follow
+from agentloop.client.rollout import PartPosition, Rollout, follow
 from agentloop.client.session import AgentSession
 from agentloop.client.transport import Retryable, Transport
 from agentloop.concurrency.aio import run_to_end
@@ -256,6 +257,7 @@ class RolloutClient:
         adapter: str | None = None,
         credit: Credit | None = None,
         timeout_s: float = 3600.0,
+        part_id: Callable[[int], str] | None = None,
     ) -> Rollout:
         """Submit tasks, each sampled `num_samples` times. Returns once the service has stored all of them durably.
 
@@ -272,10 +274,9 @@ class RolloutClient:
         equal priority share the capacity in proportion to `share`. At most `max_running` trajectories of a run are
         live. Without these options and without a `run_id`, the work of one key starts in submit order. An `adapter`
         samples all turns, and weight versions are its versions. `credit` replaces the `credit` of all tasks.
-
-        While the service's queue is full, the tasks are submitted in smaller parts as capacity becomes available.
-        After `timeout_s`, DeadlineExceeded is raised. If a submit fails, its accepted parts are cancelled. Raises
-        InvalidRequest for an invalid task.
+        While the service's queue is full, the tasks are submitted in smaller parts; `part_id` maps the index of a
+        part's first task to its rollout id (default: random). After `timeout_s`, DeadlineExceeded is raised. A
+        failed submit cancels its accepted parts. Raises InvalidRequest for an invalid task.
         """
         self._warn_of_truncation(tasks)
         if credit is not None:
@@ -289,7 +290,7 @@ class RolloutClient:
         rollout = Rollout(self)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._submit_all(rollout, bodies, options)
+                await self._submit_all(rollout, bodies, options, part_id or (lambda first: _new_id()))
         except TimeoutError as error:
             await self._forget(rollout)
             raise DeadlineExceeded(
@@ -311,6 +312,8 @@ class RolloutClient:
         carry: Carry | str = Carry.NEXT,
         max_replaced: int = 0,
         acknowledge: bool = False,
+        resume: str | None = None,
+        cancel_on_close: bool = True,
         **options: Any,
     ) -> AsyncGenerator[Batch, None]:
         """Yield batches of the first `num_groups` complete groups, until all `tasks` have ended.
@@ -325,21 +328,46 @@ class RolloutClient:
         left out, and groups of further tasks take their places; `Batch.num_replaced` is their number.
 
         With `acknowledge`, the service may delete a batch's records once the next batch is requested. Closing the
-        iterator cancels the unfinished groups. Raises the errors of `submit`.
+        iterator cancels the unfinished groups, unless `cancel_on_close` is false. Raises the errors of `submit`.
+
+        Restart: a trainer stores `Batch.position` with the weights that this batch trained. Another process passes
+        it as `resume`, with the same `tasks` and options: every later group is then yielded once, also groups that
+        were submitted after the position was stored. `BatchPosition(NAME).encode()` is the position before the
+        first batch, for a checkpoint of the start; NAME must be new. Raises NotFound if the service does not have
+        the rollouts of the position.
         """
         rule = BatchRule(num_groups, over_provision, Carry(carry), max_replaced)
+        position = BatchPosition(_new_id()) if resume is None else BatchPosition.decode(resume)
         # One run, so older groups start first.
-        options = {"num_samples": num_samples, "run_id": _new_id(), **options}
+        options = {"num_samples": num_samples, "run_id": position.name, **options}
 
-        async def submit(part: Sequence[RolloutTask]) -> Rollout:
-            return await self.submit(part, **options)
+        async def submit(part: Sequence[RolloutTask], first: int) -> Rollout:
+            return await self.submit(part, part_id=lambda index: f"{position.name}-{first + index}", **options)
 
-        rollout = Rollout(self)
+        rollout = self._rollout_at(position.parts)
         try:
-            async for batch in batches_of(rollout, tasks, rule, submit, acknowledge=acknowledge):
+            batches = batches_of(
+                rollout, tasks, rule, submit, acknowledge=acknowledge, position=position, num_samples=num_samples
+            )
+            async for batch in batches:
                 yield batch
         finally:
-            await self._forget(rollout)
+            if cancel_on_close:
+                await self._forget(rollout)
+
+    def rollout(self, position: str) -> Rollout:
+        """Return the rollout of an earlier process, after the records that were delivered at `Rollout.position`."""
+        try:
+            return self._rollout_at(msgspec.json.decode(position, type=list[PartPosition]))
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(
+                f"expected Rollout.position, not {position[:80]!r}: {error}", param="position"
+            ) from error
+
+    def _rollout_at(self, positions: Iterable[PartPosition]) -> Rollout:
+        rollout = Rollout(self)
+        rollout.continue_at(positions)
+        return rollout
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
         """Return the status of a rollout. Raises NotFound."""
@@ -638,12 +666,18 @@ class RolloutClient:
                 "are wrong by the removed probability mass; set the service's logprobs_mode to raw or both",
             )
 
-    async def _submit_all(self, rollout: Rollout, tasks: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    async def _submit_all(
+        self,
+        rollout: Rollout,
+        tasks: list[dict[str, Any]],
+        options: dict[str, Any],
+        part_id: Callable[[int], str],
+    ) -> None:
         """Submit tasks in as few parts as the service accepts. Each part is a separate rollout of the service."""
         num_sent, size = 0, MAX_TASKS
         while num_sent < max(len(tasks), 1):  # validate an empty list too, which raises
             part = _next_part(tasks, num_sent, size)
-            rollout_id = _new_id()
+            rollout_id = part_id(num_sent)
             checked = check_body({"tasks": part, "rollout_id": rollout_id, **options}, SubmitBody)
             # Register the part first: if the response is lost, `_forget` has to cancel it.
             rollout.expect(rollout_id, len(part), checked.num_samples)

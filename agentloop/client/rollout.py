@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import msgspec
 
 from agentloop.api.coordinator import Page, RolloutStatus
 from agentloop.api.requests import TaskBody, parse_body
@@ -40,12 +42,34 @@ class Service(Protocol):
         """Return one part's records after a cursor."""
 
 
+SampleKey: TypeAlias = tuple[str, int]
+"""A sample of a part: its group's id and its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartPosition:
+    """The read position in one part: all records up to `cursor` were delivered, and the samples in `delivered`."""
+
+    rollout_id: str
+    num_samples: int
+    num_trajectories: int
+    batch: int
+    cursor: int
+    delivered: tuple[SampleKey, ...]
+
+
 @dataclass(slots=True)
 class _ReadPage:
     """A fetched page of records. It can be acknowledged once `num_left`, the undelivered records, is 0."""
 
     cursor: int
     num_left: int
+    delivered: list[SampleKey]
+
+    def deliver(self, trajectory: Trajectory) -> None:
+        """Count one of its records as delivered."""
+        self.num_left -= 1
+        self.delivered.append(_key_of(trajectory))
 
 
 @dataclass(slots=True)
@@ -58,8 +82,52 @@ class _Part:
     batch: int = 0  # the batch of `RolloutClient.batches` that it was submitted for
     cursor: int = 0
     pages: deque[_ReadPage] = field(default_factory=deque)  # unacknowledged pages in order
+    acknowledged: int = 0  # the cursor of the last page that is no longer in `pages`
+    earlier: set[SampleKey] = field(default_factory=set)  # delivered by an earlier process, not read again yet
     num_read: int = 0
     is_over: bool = False
+
+    @property
+    def is_delivered(self) -> bool:
+        """True if every record was read and delivered."""
+        return self.is_over and all(page.num_left == 0 for page in self.pages)
+
+    @property
+    def position(self) -> PartPosition:
+        """The read position, for a later process."""
+        complete = list(takewhile(lambda page: page.num_left == 0, self.pages))
+        cursor = complete[-1].cursor if complete else self.acknowledged
+        delivered = [key for page in list(self.pages)[len(complete) :] for key in page.delivered]
+        keys = tuple(sorted((*self.earlier, *delivered)))
+        return PartPosition(self.rollout_id, self.num_samples, self.num_trajectories, self.batch, cursor, keys)
+
+    @classmethod
+    def at(cls, position: PartPosition) -> _Part:
+        """Return a part that continues after a position."""
+        return cls(
+            position.rollout_id,
+            position.num_samples,
+            position.num_trajectories,
+            position.batch,
+            cursor=position.cursor,
+            acknowledged=position.cursor,
+            earlier=set(position.delivered),
+        )
+
+    def add_page(self, page: Page) -> list[tuple[Trajectory, _ReadPage]]:
+        """Add a fetched page. Return its records without those that an earlier process delivered."""
+        self.cursor = page.cursor
+        self.num_read += len(page.trajectories)
+        # Records that retention deleted are never delivered, so an empty page of a finished rollout is the end too.
+        is_empty_end = page.status.is_done and not page.trajectories
+        self.is_over = is_empty_end or self.num_read >= self.num_trajectories
+        if not page.trajectories:
+            return []
+        known = [key for key in map(_key_of, page.trajectories) if key in self.earlier]
+        self.earlier.difference_update(known)
+        read = _ReadPage(page.cursor, len(page.trajectories) - len(known), known)
+        self.pages.append(read)
+        return [(one, read) for one in page.trajectories if _key_of(one) not in known]
 
 
 class Rollout:
@@ -88,7 +156,7 @@ class Rollout:
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
         while self._ready or await self._read_page():
             trajectory, page = self._ready.popleft()
-            page.num_left -= 1
+            page.deliver(trajectory)
             yield trajectory
 
     async def groups(self) -> AsyncIterator[Sequence[Trajectory]]:
@@ -103,8 +171,8 @@ class Rollout:
             group = self._begun.setdefault(key, [])
             group.append((trajectory, page))
             if len(group) == self._parts[trajectory.rollout_id].num_samples:
-                for _, page in self._begun.pop(key):
-                    page.num_left -= 1
+                for trajectory, page in self._begun.pop(key):
+                    page.deliver(trajectory)
                 yield [trajectory for trajectory, _ in group]
 
     async def acknowledge(self) -> None:
@@ -118,7 +186,7 @@ class Rollout:
                 with suppress(Gone):  # an earlier attempt succeeded, and all records were deleted
                     await self._service.acknowledge(part.rollout_id, delivered[-1].cursor)
                 for _ in delivered:
-                    part.pages.popleft()
+                    part.acknowledged = part.pages.popleft().cursor
 
     async def status(self) -> RolloutStatus:
         """Return the summed status of the submits of this rollout, under the first of `rollout_ids`."""
@@ -127,6 +195,40 @@ class Rollout:
     async def cancel(self) -> RolloutStatus:
         """Cancel queued and running samples. The iteration yields their records too."""
         return _sum([await self._service.cancel(name) for name in self.rollout_ids])
+
+    @property
+    def position(self) -> str:
+        """The read position as JSON text, for a trainer's checkpoint. `RolloutClient.rollout` continues after it.
+
+        All delivered records are before it: take it when the weights include the last delivered group.
+        """
+        return msgspec.json.encode(self.positions).decode()
+
+    @property
+    def positions(self) -> list[PartPosition]:
+        """The read position in each part that has undelivered records."""
+        return [part.position for part in self._parts.values() if not part.is_delivered]
+
+    def continue_at(self, positions: Iterable[PartPosition]) -> None:
+        """Add the parts of an earlier process, each after its position."""
+        self._parts |= {position.rollout_id: _Part.at(position) for position in positions}
+
+    async def find_parts(self, name: str, first: int, num_samples: int, batch: int) -> int:
+        """Add the parts that an earlier process submitted after its position; return the number of their groups.
+
+        Their ids are `name` and the number of their first task; `first` is that of the next one. Raises NotFound if
+        the service does not have a part of the position.
+        """
+        for rollout_id in self.rollout_ids:
+            await self._service.rollout_status(rollout_id)
+        num_groups = 0
+        with suppress(NotFound):
+            while True:
+                rollout_id = f"{name}-{first + num_groups}"
+                num_accepted = (await self._service.rollout_status(rollout_id)).num_accepted
+                self._parts[rollout_id] = _Part(rollout_id, num_samples, num_accepted, batch)
+                num_groups += num_accepted // num_samples
+        return num_groups
 
     def expect(self, rollout_id: str, num_groups: int, num_samples: int) -> None:
         """Add a part before it is sent."""
@@ -148,7 +250,7 @@ class Rollout:
     def forget(self) -> None:
         """Remove the parts whose records were all delivered."""
         for part in list(self._parts.values()):
-            if part.is_over and all(page.num_left == 0 for page in part.pages):
+            if part.is_delivered:
                 del self._parts[part.rollout_id]
 
     async def _read_page(self) -> bool:
@@ -181,14 +283,11 @@ class Rollout:
                 "but not in groups",
                 details=error.details,
             ) from error
-        part.cursor = page.cursor
-        part.num_read += len(page.trajectories)
-        if page.trajectories:
-            part.pages.append(read := _ReadPage(page.cursor, len(page.trajectories)))
-            self._ready.extend((trajectory, read) for trajectory in page.trajectories)
-        # Records that retention deleted are never delivered, so an empty page of a finished rollout is the end too.
-        is_empty_end = page.status.is_done and not page.trajectories
-        part.is_over = is_empty_end or part.num_read >= part.num_trajectories
+        self._ready.extend(part.add_page(page))
+
+
+def _key_of(trajectory: Trajectory) -> SampleKey:
+    return trajectory.group_id, trajectory.sample_index
 
 
 def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from agentloop.api.coordinator import UpdateReport
-from agentloop.client import RolloutClient
+from agentloop.client import Batch, BatchPosition, RolloutClient
 from agentloop.types import FloatArray, OnStale, RolloutTask, Trajectory
 from agentloop.values.mismatch import Mismatch, mismatch
 from agentloop_trainers import TrainingRow, group_rows, teacher_logprobs
@@ -38,6 +39,7 @@ class Recipe:
     max_staleness: int = 4  # versions that a trained token may be behind; 0: synchronous
     over_provision: float = 0.0  # groups unfinished as a step begins, for each that it takes; 0: as many as may be
     carry: str = "next"  # with it: what becomes of groups that are not whole when a step is, as `Carry` says
+    max_replaced: int = 0  # with it: groups with equal rewards that a step may replace by groups of further tasks
     loss: str = "ppo"  # or "cispo", or "distill": PPO's, with a teacher's advantages in place of the rewards'
     learning_rate: float = 1e-4
     num_warmup_steps: int = 5  # at least 1
@@ -45,6 +47,7 @@ class Recipe:
     clip_high: float = 0.28
     max_grad_norm: float = 1.0
     seed: int = 0
+    compute: str = "float32"  # or "bfloat16", by autocast; weights and optimizer are those of the model
 
     @property
     def batch_size(self) -> int:
@@ -72,7 +75,23 @@ class Step:
     loss: float
     grad_norm: float
     mismatch: Mismatch  # of the trainer's logprobs to the recorded ones
+    k3_by_lag: dict[str, float]  # of the tokens that were sampled so many versions before the one that is trained
+    num_crossed: int  # trajectories with tokens of several versions
+    num_replaced: int  # groups without signal that are in no step
+    tasks: tuple[str, ...]  # of its groups
 
+
+@dataclass(slots=True)
+class Training:
+    """A run in progress: what a checkpoint has to save, with the weights, so that another process continues."""
+
+    optimizer: torch.optim.Optimizer
+    version: int  # the weights' version in the service
+    steps: list[Step] = field(default_factory=list)
+    position: str | None = None  # of the last trained batch, as in `agentloop.client.Batch`
+
+
+CHUNK = 4096  # tokens whose logits of the vocabulary are in memory at a time: 2.5 GB for 152,000 ids
 
 TEACHER = "teacher"  # the name of the model beside the policy that "distill" learns from
 
@@ -95,13 +114,20 @@ async def train(
     recipe: Recipe,
     on_step: Callable[[Step], None] = lambda step: None,
     prepare: Prepare = unchanged,
+    training: Training | None = None,
+    after_step: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Step]:
-    """Train `model` in place, and push its weights after each step. Returns the numbers of every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    version = await push_next(client, model)
-    started_at = ready_at = time.monotonic()
-    steps: list[Step] = []
-    async for batch in batches(client, tasks, recipe):
+    """Train `model` in place, and push its weights after each step. Returns the numbers of every step.
+
+    With `training` it continues from that state and updates it; `after_step` may then save a checkpoint.
+    """
+    if training is None:
+        training = Training(optimizer_of(model, recipe), await push_next(client, model))
+    optimizer, version, steps = training.optimizer, training.version, training.steps
+    ready_at = time.monotonic()
+    started_at = ready_at - (steps[-1].at_s if steps else 0.0)
+    async for offered in batches(client, tasks, recipe, len(steps), training.position):
+        batch = offered.groups
         got_at = time.monotonic()
         # One row for each token path. Advantage: the reward minus its group's mean. What failed is in neither.
         rows = [row for group in batch for row in group_rows(group)]
@@ -117,13 +143,24 @@ async def train(
         now = time.monotonic()
         times = {"at_s": now - started_at, "wait_s": got_at - ready_at, "train_s": trained_at - got_at}
         times |= {"push_s": now - trained_at, "stall_ms": report.stall_ms}
-        ready_at = now
         ages = [version - 1 - row.oldest_version for row in fresh] or [0]
         aged = {"staleness_mean": float(np.mean(ages)), "staleness_max": max(ages)}
         aged |= {"num_too_old": len(rows) - len(fresh)}
+        by_version = numbers.pop("k3_by_version")
+        numbers["k3_by_lag"] = {str(version - 1 - sampled): k3 for sampled, k3 in by_version.items()}
+        numbers |= {"num_replaced": offered.num_replaced, "tasks": tuple(group[0].task_id for group in batch)}
         steps.append(Step(version=version, **times, **aged, **describe(batch), **numbers))
+        training.version, training.position = version, offered.position
         on_step(steps[-1])
+        if after_step is not None:
+            await after_step()
+        ready_at = time.monotonic()
     return steps
+
+
+def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Return the optimizer of a run."""
+    return torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 async def taught_by(model: str, rows: Sequence[TrainingRow], client: RolloutClient) -> Taught:
@@ -142,18 +179,27 @@ async def push_next(client: RolloutClient, model: torch.nn.Module) -> int:
 
 
 async def batches(
-    client: RolloutClient, tasks: Iterable[RolloutTask], recipe: Recipe
-) -> AsyncIterator[Sequence[Sequence[Trajectory]]]:
-    """Whole groups as they become whole, `num_groups` at a time."""
+    client: RolloutClient,
+    tasks: Iterable[RolloutTask],
+    recipe: Recipe,
+    num_done: int = 0,
+    resume: str | None = None,
+) -> AsyncIterator[Batch]:
+    """Yield complete groups, `num_groups` at a time. `resume` is the position after `num_done` steps."""
     limit: dict[str, Any] = {"max_staleness": recipe.max_staleness, "on_stale": OnStale.MASK}
     if recipe.over_provision:
         sizes: dict[str, Any] = {"num_groups": recipe.num_groups, "num_samples": recipe.group_size}
         offer: dict[str, Any] = {"over_provision": recipe.over_provision, "carry": recipe.carry}
+        offer |= {"max_replaced": recipe.max_replaced, "resume": resume, "cancel_on_close": False}
         async with aclosing(client.batches(tasks, **sizes, **offer, **limit)) as steps:
-            async for step in steps:
-                yield step.groups
-                if step.number + 1 == recipe.num_steps:
-                    return  # what is unfinished ends
+            for _ in range(num_done, recipe.num_steps):
+                if (step := await anext(steps, None)) is None:
+                    return
+                resume = step.position
+                yield step
+        # The last step is trained. After an interruption the unfinished groups continue, for the next process.
+        for part in BatchPosition.decode(resume).parts if resume else ():
+            await client.cancel(part.rollout_id)
         return
     # All tasks of the run at once: the service holds back what would be too old when it is its turn.
     rollout = await client.submit(
@@ -166,7 +212,7 @@ async def batches(
     async for group in rollout.groups():
         batch.append(group)
         if len(batch) == recipe.num_groups:
-            yield batch
+            yield Batch(0, tuple(batch), (), 0)
             batch = []
 
 
@@ -187,23 +233,26 @@ def train_step(
         taught = {row: np.full(row.mask.sum(), row.advantage, np.float32) for row in rows}
     num_tokens = sum(int(row.mask.sum()) for row in rows)
     total, recorded, trained = 0.0, [np.empty(0)], [np.empty(0)]
+    versions = [np.empty(0, np.int32)]
     optimizer.zero_grad()
     for group in by_prompt(rows):
         sampled_with = torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in group])).to(device)
         advantages = torch.from_numpy(np.concatenate([taught[row] for row in group])).to(device)
-        logprobs = logprobs_of(model, group)
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.compute == "bfloat16"):
+            logprobs = logprobs_of(model, group)
         loss = token_losses(logprobs, sampled_with, advantages, recipe).sum() / num_tokens
         loss.backward()
         total += loss.item()
         recorded.append(sampled_with.numpy(force=True))
         trained.append(logprobs.numpy(force=True))
+        versions += [row.versions[row.mask] for row in group]
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
     if rows:
         optimizer.step()
-    found = mismatch(
-        np.concatenate(recorded), np.concatenate(trained), clip_range=(recipe.clip_low, recipe.clip_high)
-    )
-    return {"loss": total, "grad_norm": float(grad_norm), "mismatch": found}
+    old, new, sampled_by = np.concatenate(recorded), np.concatenate(trained), np.concatenate(versions)
+    found = mismatch(old, new, clip_range=(recipe.clip_low, recipe.clip_high))
+    k3 = {int(one): mismatch(old, new, sampled_by == one).k3_kl for one in np.unique(sampled_by)}
+    return {"loss": total, "grad_norm": float(grad_norm), "mismatch": found, "k3_by_version": k3}
 
 
 def token_losses(
@@ -236,7 +285,16 @@ def logprobs_of(model: Any, rows: Sequence[TrainingRow]) -> torch.Tensor:
     response = model.model(ids[:, :-1], past_key_values=read.past_key_values, use_cache=True)
     end_of_prompt = read.last_hidden_state[:, -1:].expand(len(rows), -1, -1)
     hidden = torch.cat([end_of_prompt, response.last_hidden_state], dim=1)[mask]
-    return model.lm_head(hidden).float().log_softmax(-1).gather(-1, ids[mask][:, None])[:, 0]
+    parts = list(zip(hidden.split(CHUNK), ids[mask].split(CHUNK), strict=True))
+    if len(parts) == 1:
+        return head_logprobs(model, *parts[0])
+    # The logits of a chunk are computed again in the backward pass, so that only one chunk's are in memory.
+    return torch.cat([checkpoint(head_logprobs, model, *part, use_reentrant=False) for part in parts])
+
+
+def head_logprobs(model: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Logprobs of the ids that follow the hidden states."""
+    return model.lm_head(hidden).float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
 def by_prompt(rows: Sequence[TrainingRow]) -> Iterable[list[TrainingRow]]:
@@ -254,6 +312,7 @@ def describe(batch: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
         "reward": float(np.mean(list(chain.from_iterable(rewards)) or [0.0])),
         "num_trajectories": sum(map(len, batch)),
         "num_sampled": sum(one.num_sampled_tokens for group in batch for one in group),
+        "num_crossed": sum(len(one.trained_versions) > 1 for group in batch for one in group),
         "num_informative": sum(len(set(group)) > 1 for group in rewards),
     }
 

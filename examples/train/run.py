@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -110,6 +111,11 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+
+    def advance(self, steps: Sequence[Step]) -> None:
+        """Count the steps of an earlier process."""
+        self._rewards += [step.reward for step in steps]
+        self._bar.update(self._task, advance=len(steps))
 
     def doing(self, what: str) -> None:
         """Say what goes on between steps."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from random import Random
 
-from agentloop.rollout.environment import tasks_of
+from agentloop.errors import InvalidRequest
+from agentloop.rollout.environment import load_environment, tasks_of
 from agentloop.types import Limits, Message, RolloutTask
 from examples.tiny_policy.tasks import Problem, problems
 
@@ -47,6 +48,59 @@ def _epochs(tasks: list[RolloutTask], rng: Random) -> Iterator[RolloutTask]:
     for epoch in count():
         for task in rng.sample(tasks, len(tasks)):
             yield replace(task, task_id=f"{task.task_id}-{epoch}")
+
+
+_SHOWN_SEED, _HELD_OUT_SEED, _FIRST_SEED = 0, 1, 2
+
+
+def environment_tasks(
+    environment: str, num_held_out: int, seed: int = 0, *, num_shown: int = 0, max_tokens: int | None = None
+) -> tuple[list[RolloutTask], Iterator[RolloutTask]]:
+    """Return held-out tasks of an environment, and an endless stream of others to train on.
+
+    Generated tasks come from different seeds, other task sets are split; no question is in both. With `num_shown`,
+    each prompt begins with so many further tasks and their answers, for a model that does not follow the format.
+    """
+    shown = tasks_of(environment, seed=_SHOWN_SEED, count=num_shown) if num_shown else []
+    examples = tuple(chain.from_iterable(_solved(task) for task in shown))
+
+    def prepared(task: RolloutTask, task_id: str) -> RolloutTask:
+        num_system = sum(message.role == "system" for message in task.messages)
+        messages = (*task.messages[:num_system], *examples, *task.messages[num_system:])
+        tokens = task.limits.max_tokens_per_turn if max_tokens is None else max_tokens
+        return replace(
+            task, task_id=task_id, messages=messages, limits=replace(task.limits, max_tokens_per_turn=tokens)
+        )
+
+    kept = {_question(task) for task in shown}
+    offered = tasks_of(environment, seed=_HELD_OUT_SEED, count=num_held_out + num_shown)
+    held_out = [task for task in offered if _question(task) not in kept][:num_held_out]
+    kept |= {_question(task) for task in held_out}
+
+    def training() -> Iterator[RolloutTask]:
+        for epoch in count():
+            tasks = tasks_of(environment, seed=_FIRST_SEED + 1000 * seed + epoch)
+            others = [task for task in tasks if _question(task) not in kept]
+            if not others:
+                raise InvalidRequest(
+                    f"all {len(tasks)} tasks of {environment} are held out: choose a lower --held-out"
+                )
+            yield from (prepared(task, f"{task.task_id}-{epoch}") for task in others)
+
+    return [prepared(task, task.task_id) for task in held_out], training()
+
+
+def _question(task: RolloutTask) -> tuple[str, ...]:
+    return tuple(message.content for message in task.messages)
+
+
+def _solved(task: RolloutTask) -> Iterator[Message]:
+    """Return the messages of a task with its published answer."""
+    turns = load_environment(task.environment or "").kind.gold(task) or ()
+    if len(turns) != 1 or not isinstance(turns[0], str):
+        raise InvalidRequest(f"{task.task_id} has no published answer that is one text: use --shots 0")
+    yield from (message for message in task.messages if message.role != "system")
+    yield Message("assistant", turns[0])
 
 
 def _of_family(stream: Iterator[Problem], family: str | None) -> Iterator[Problem]:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from agentloop.api.coordinator import Page, RolloutStatus
-from agentloop.client.batches import BatchRule, batches_of
+from agentloop.client.batches import BatchPosition, BatchRule, batches_of
 from agentloop.client.rollout import Rollout
+from agentloop.errors import NotFound
 from agentloop.types import Message, RolloutTask, Trajectory
 from tests.support.records.samples import make_trajectory
 
@@ -25,7 +26,7 @@ class RecordedService:
         self.submitted: dict[str, list[str]] = {}  # the task ids of each rollout
         self.acknowledged: list[tuple[str, int]] = []
 
-    async def submit(self, tasks: Sequence[RolloutTask]) -> Rollout:
+    async def submit(self, tasks: Sequence[RolloutTask], first: int = 0) -> Rollout:
         """Accept tasks. A task named long-... ends with the next submission."""
         for rollout_id, names in self.submitted.items():
             self.end(rollout_id, *(name for name in names if name.startswith("long")))
@@ -53,6 +54,8 @@ class RecordedService:
         return await self.rollout_status(rollout_id)
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
+        if rollout_id not in self.records:
+            raise NotFound(rollout_id)
         return (await self.read(rollout_id)).status
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:
@@ -64,7 +67,9 @@ async def test_carried_groups_are_offered_in_place_of_new_ones_and_read_parts_ar
     rollout, tasks = Rollout(service), tasks_of("a", "b", "long-0", "c", "d", "e")
     rule = BatchRule(2, over_provision=1.5)
     async with asyncio.timeout(60):
-        batches = [one async for one in batches_of(rollout, tasks, rule, service.submit, acknowledge=False)]
+        start = BatchPosition("run")
+        found = batches_of(rollout, tasks, rule, service.submit, acknowledge=False, position=start, num_samples=2)
+        batches = [one async for one in found]
     assert [len(names) for names in service.submitted.values()] == [3, 2, 1]
     assert [(batch.num_unfinished, batch.ages) for batch in batches] == [(1, (0, 0)), (1, (1, 0)), (0, (1, 0))]
     assert rollout.rollout_ids == ()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.client import Batch, RolloutClient
-from agentloop.errors import InvalidRequest
+from agentloop.errors import InvalidRequest, NotFound
 from agentloop.rollout.context import LoopContext
 from agentloop.types import Message, RolloutTask, StopReason
 from tests.support.service.whole_service import simulated_config, whole_service
@@ -134,3 +134,48 @@ async def test_a_rule_that_cannot_be_is_refused(client: RolloutClient) -> None:
         assert refused.value.param == named
     with pytest.raises(ValueError, match="carry"):
         await anext(client.batches(tasks_of("a"), num_groups=1, num_samples=1, carry="carry"))
+
+
+async def test_another_process_continues_after_a_batch_and_finds_later_submissions(client: RolloutClient) -> None:
+    """The first process is killed in its third batch; its last checkpoint is of the first one."""
+    tasks, options = tasks_of(*"abcdefgh", "long-0"), {"num_groups": 2, "num_samples": 2, "over_provision": 1.5}
+    batches = client.batches(tasks, cancel_on_close=False, **options)
+    first, second = await anext(batches), await anext(batches)
+    await batches.aclose()  # a killed process does not cancel either
+    RELEASED.add("long-0")
+    resumed = client.batches(tasks, resume=first.position, **options)
+    rest = [batch async for batch in resumed]
+    assert [batch.number for batch in rest] == [1, 2, 3, 4]
+    names = [name for batch in (first, *rest) for name in names_of(batch)]
+    assert sorted(names) == sorted(task.task_id for task in tasks)
+    assert set(names_of(second)) <= {name for batch in rest for name in names_of(batch)}
+    page = await client.list_records()
+    assert page.totals[0].num_records == 2 * len(tasks)  # no task was submitted twice
+
+
+async def test_a_position_of_another_service_is_refused(client: RolloutClient) -> None:
+    [batch] = [one async for one in client.batches(tasks_of("a"), num_groups=1, num_samples=2)]
+    other = batch.position.replace('"r-', '"x-').replace('"parts":[]', '"parts":[{}]')
+    part = '{"rollout_id":"x-0","num_samples":2,"num_trajectories":2,"batch":0,"cursor":0,"delivered":[]}'
+    with pytest.raises(NotFound):
+        await anext(client.batches([], num_groups=1, num_samples=2, resume=other.replace("{}", part)))
+    with pytest.raises(InvalidRequest, match="position of a batch, not 'step 3'"):
+        await anext(client.batches([], num_groups=1, num_samples=2, resume="step 3"))
+
+
+async def test_a_rollout_continues_in_another_process_at_its_position(client: RolloutClient) -> None:
+    rollout = await client.submit(tasks_of("a", "long-0", "b"), num_samples=2)
+    groups = rollout.groups()
+    taken = [(await anext(groups))[0].task_id]
+    while (await rollout.status()).num_finished < 4:
+        await asyncio.sleep(0.01)
+    again = client.rollout(rollout.position)
+    assert again.rollout_ids == rollout.rollout_ids
+    taken.append((await anext(again.groups()))[0].task_id)
+    RELEASED.add("long-0")
+    third = client.rollout(again.position)
+    taken += [group[0].task_id async for group in third.groups()]
+    assert sorted(taken) == ["a", "b", "long-0"]
+    assert [one async for one in client.rollout(third.position)] == []
+    with pytest.raises(InvalidRequest, match=r"expected Rollout.position, not '\[7\]'"):
+        client.rollout("[7]")

@@ -11,6 +11,7 @@ import contextlib
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ import torch
 from openai import AsyncOpenAI
 
 import agentloop.client
+from agentloop.api.facts import FactsQuery
 from agentloop.client import RolloutClient, load_tasks
 from agentloop.rollout import Environment, call
 from agentloop.rollout.tool import ToolSpec
@@ -33,6 +35,7 @@ from agentloop_tools.sandbox.bubblewrap import refusal
 from agentloop_trainers import group_rows, teacher_logprobs
 from tests.support.fleet.live_run import write_checkpoint
 from tests.support.service.whole_service import simulated_config, whole_service
+from tests.support.transfer.adapters import shipped_policy
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("README.md", "docs/get-started/*.md", "docs/guides/*.md")
@@ -244,6 +247,35 @@ async def batched(site: Site) -> Names:
     return {**await with_client(site), "aclosing": contextlib.aclosing}
 
 
+async def restarted(names: Names, site: Site) -> None:
+    """The first process fails in its third step, after a checkpoint; the second one completes the run."""
+    file, trained, limits = (
+        str(site.folder / "checkpoint.pt"),
+        list[str](),
+        Limits(max_turns=1, max_tokens_per_turn=8),
+    )
+    optimizer = torch.optim.SGD((model := shipped_policy()).parameters(), lr=0.1)
+    tasks = [replace(task, task_id=f"t{number}", limits=limits) for number, task in enumerate(TASKS[:32])]
+
+    def take(model: Any, optimizer: Any, groups: Any) -> None:
+        trained.extend(group[0].task_id for group in groups)
+
+    def fail(model: Any, optimizer: Any, groups: Any) -> None:
+        take(model, optimizer, groups)
+        if len(trained) == 12:
+            raise KeyError("killed")
+
+    with pytest.raises(KeyError):
+        await names["train"](site.url, "run-a", model, optimizer, tasks, fail, 5, file)
+    lost = trained[8:]
+    del trained[8:]
+    await names["train"](site.url, "run-a", model, optimizer, tasks, take, 5, file)
+    assert len(trained) == len(set(trained)) == 20
+    assert set(lost) <= set(trained)
+    records = [record.task_id for record in (await site.client.list_records(FactsQuery(limit=200))).records]
+    assert {count for name, count in Counter(records).items() if name in trained} == {8}
+
+
 async def annotated(site: Site) -> Names:
     records = await site.records()
     per_token = np.zeros(len(records[0].path.response_ids))
@@ -272,6 +304,7 @@ PROGRAMS: dict[tuple[str, int], Program] = {
     ("docs/guides/other-environments.md", 0): Program(openenv, check=reward_was_posted),
     ("docs/guides/published-tasks.md", 0): Program(a_quiz, check=quiz_has_tasks_of_its_variant),
     ("docs/guides/published-versions.md", 0): Program(with_client, {"s3://bucket/policies": "STORE"}),
+    ("docs/guides/restart-your-trainer.md", 0): Program(check=restarted),
     ("docs/guides/rewards.md", 0): Program(check=has_scored_a_record),
     ("docs/guides/sandboxes.md", 1): Program(check=repair_is_scored),
     ("docs/guides/sandboxes.md", 0): Program(),

@@ -71,13 +71,13 @@ async def groups(service):
     """Two groups of four recorded trajectories."""
     async with RolloutClient(service) as client:
         [batch] = [batch async for batch in batches(client, short_tasks(2), SMALL)]
-    return batch
+    return batch.groups
 
 
 async def test_steps_that_are_offered_more_are_as_many_and_as_large(service):
     recipe = replace(SMALL, num_steps=2, over_provision=1.5)
     async with RolloutClient(service) as client:
-        sizes = [[len(group) for group in batch] async for batch in batches(client, short_tasks(9), recipe)]
+        sizes = [[len(group) for group in batch.groups] async for batch in batches(client, short_tasks(9), recipe)]
     assert sizes == [[4, 4], [4, 4]]
 
 
