@@ -152,7 +152,7 @@ def resolved(score: Score, trajectory: Trajectory) -> Score:
     if score.main is not None:
         if not paths:
             raise RewardError("the score has a main path, but the trajectory has no path: nothing was rendered")
-        named.append((trajectory.main_conversation[-1], score.main))
+        named.append((trajectory.final_path, score.main))
     turn_rewards, path_scores = dict(score.turn_rewards), dict[int | str, PathScore]()
     for index, path_score in named:
         path, label = paths[index], f"path {index}"

@@ -655,9 +655,8 @@ class Trajectory:
         """Indices in `paths` of the paths that `credit` gives the trajectory's reward, ascending."""
         if self.credit is Credit.TRAJECTORY:
             return tuple(range(len(self.paths)))
-        if self.credit is Credit.MAIN:
-            return self.main_conversation
-        return _linked(self.paths, _SAME_AGENT | {PathKind.DELEGATES})
+        is_main = self.credit is Credit.MAIN  # of each agent of a loop
+        return _linked(self.paths, _SAME_AGENT if is_main else _SAME_AGENT | {PathKind.DELEGATES})
 
     @property
     def path(self) -> TokenPath:
@@ -670,7 +669,28 @@ class Trajectory:
             raise NotFound(
                 f"sample {self.sample_index} of group {self.group_id!r} has no path: its stop reason is {reason}"
             )
-        return self.paths[self.main_conversation[-1]]
+        return self.paths[self.final_path]
+
+    @property
+    def final_path(self) -> int:
+        """The index of `path`: the latest path after the last compaction of the main conversation.
+
+        Raises ValueError for a record without paths.
+        """
+        begin = [index for index in self.main_conversation if self.paths[index].lineage is None]
+        while True:
+            # A later side call on the history before a compaction is not the final answer.
+            places = _linked(self.paths, _SAME_TALK, begin)
+            begin = [
+                index
+                for index in self.main_conversation
+                if (lineage := self.paths[index].lineage) is not None
+                and lineage.kind is PathKind.COMPACTS
+                and lineage.parent in places
+                and index not in places
+            ][-1:]
+            if not begin:
+                return max(places)
 
     @property
     def num_uncredited_tokens(self) -> int:
@@ -704,7 +724,11 @@ class Trajectory:
         paths = tuple(_moved(self.paths[index], index_of.get) for index in kept)
         reward = self.agent_rewards.get(name, self.reward)
         return replace(
-            self, paths=tuple(replace(path, agent="") for path in paths), reward=reward, agent_rewards={}
+            self,
+            paths=tuple(replace(path, agent="") for path in paths),
+            reward=reward,
+            agent_rewards={},
+            num_masked_tokens=sum(path.num_masked_tokens for path in paths),
         )
 
     def reward_of(self, place: int) -> float | None:
@@ -780,16 +804,22 @@ def paths_of_agents(by_agent: Mapping[str, Sequence[TokenPath]]) -> tuple[TokenP
     return tuple(joined)
 
 
-_SAME_AGENT = frozenset({PathKind.CONTINUES, PathKind.RETRIES, PathKind.COMPACTS})
+_SAME_TALK = frozenset({PathKind.CONTINUES, PathKind.RETRIES})
+_SAME_AGENT = _SAME_TALK | {PathKind.COMPACTS}
 
 
-def _linked(paths: Sequence[TokenPath], kinds: Set[PathKind]) -> tuple[int, ...]:
-    """Return the indices of the paths without a lineage, and of all that follow them by links of these kinds."""
+def _linked(
+    paths: Sequence[TokenPath], kinds: Set[PathKind], begin: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Return the indices of paths and of all that follow them by links of these kinds.
+
+    `begin` are the indices of the first paths; by default those without a lineage.
+    """
     children: dict[int | None, list[int]] = {}
     for index, path in enumerate(paths):
         if path.lineage is not None and path.lineage.kind in kinds:
             children.setdefault(path.lineage.parent, []).append(index)
-    linked = [index for index, path in enumerate(paths) if path.lineage is None]
+    linked = [index for index, path in enumerate(paths) if path.lineage is None] if begin is None else [*begin]
     for index in linked:  # grows
         linked += children.get(index, ())
     return tuple(sorted(linked))

@@ -33,6 +33,7 @@ class Nim:
                 players[name].observe(state)
             else:
                 players[name] = ctx.agent(name, system, state, has_tools=False)
+            players[name].set_reward(-1.0)  # unless it wins: a limit of the task may end the game here
             reply = await players[name].sample()
             taken = re.search(r"take ([1-3])\b", reply.content)
             if taken is None or int(taken[1]) > num_stones:

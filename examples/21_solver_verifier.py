@@ -20,6 +20,8 @@ class Checked:
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         solver = ctx.agent("solver", *task.messages)
+        solver.set_reward(0.0)  # unless it answers: a limit of the task may end the trajectory before
+        ctx.set_reward(0.0)
         question = task.messages[-1].content
         verdicts = []
         for attempt in (1, 2):

@@ -54,7 +54,7 @@ def test_the_reward_is_for_the_paths_that_the_credit_selects() -> None:
     )
     record = replace(trajectory(*(replace(path(1), lineage=kind) for kind in kinds)), reward=1.0)
     assert record.main_conversation == (0, 2, 5)
-    assert record.path is record.paths[5]
+    assert record.path is record.paths[0]  # it follows the compaction
     assert record.path_rewards == (1.0, None, 1.0, 1.0, 1.0, 1.0, None)
     assert record.num_uncredited_tokens == 4
     assert replace(record, credit=Credit.MAIN).path_rewards == (1.0, None, 1.0, None, None, 1.0, None)

@@ -11,6 +11,7 @@ import asyncio
 import math
 import re
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -340,13 +341,14 @@ class LoopContext:
         """Return the context of another agent of this trajectory, which the policy plays too.
 
         The agent has its own conversation, which begins with `messages`, and its own reward (`set_reward`), which
-        replaces the trajectory's for its paths. The limits of the task apply to all agents together, and agents may
-        sample concurrently. The record has the paths of all agents; `Trajectory.of_agent` returns those of one.
-        Without `is_trained`, its paths are recorded, but not trainable. The trajectory cannot be resumed: if its
-        worker is lost, it starts again from its first turn.
+        replaces the trajectory's for its paths. Agents may sample at the same time. The limits of the task count
+        the turns and tokens of all agents; agents that sample at the same time may each exceed them by one turn.
+        The record has the paths of all agents; `Trajectory.of_agent` returns those of one. Without `is_trained`, an
+        agent's paths are recorded, but not trainable. The trajectory cannot be resumed: if its worker is lost, it
+        starts again from its first turn.
 
-        Raises InvalidRequest for a name that is taken or is not 1 to 64 letters, digits, `_` or `-`, without
-        messages, in the context of another agent, and as `observe` does.
+        Raises Conflict after the trajectory has ended. Raises InvalidRequest for a name that is taken or is not 1
+        to 64 letters, digits, `_` or `-`, without messages, in the context of another agent, and as `observe` does.
         """
         if _AGENT_NAME.fullmatch(name) is None or name in self._agents:
             raise InvalidRequest(
@@ -356,6 +358,8 @@ class LoopContext:
             raise InvalidRequest(f"agent {name!r} has no messages: its conversation needs a first prompt")
         if self._path.prefix:
             raise InvalidRequest(f"agent {name!r}: only the main agent's context can start agents")
+        if self._is_over:
+            raise Conflict(f"trajectory {self.trajectory_id} has ended: its loop must return")
         _check_contents(messages)
         if self._journal is not None:
             self._journal.forget()
@@ -369,7 +373,8 @@ class LoopContext:
             tools=self._tools,
             budget=self._budget,
             kv_policy=self._kv_policy,
-            seed=self._seed,
+            # Otherwise agents with equal prompts would sample equal replies.
+            seed=None if self._seed is None else (self._seed + zlib.crc32(name.encode())) % (1 << 31),
             turn_timeout_s=self._turn_timeout_s,
             guard=self._guard,
             placer=self._placer,
@@ -566,7 +571,7 @@ class LoopContext:
         sampling = replace(
             task.sampling(max_tokens),
             temperature=task.temperature if temperature is None else temperature,
-            seed=None if self._seed is None else self._seed + turn_index,
+            seed=None if self._seed is None else self._seed + self._path.num_turns,
             stop_token_ids=tuple(dict.fromkeys((*own_stop_ids, *task.stop_token_ids))),
             min_tokens=min(task.min_tokens, max_tokens),
         )

@@ -126,10 +126,14 @@ class GrowingPath:
         return f"{self.prefix}{num_turns - 1}" if num_turns else None
 
     @property
+    def num_turns(self) -> int:
+        """The number of sampled turns."""
+        return self._graph.num_turns + (self._turn is not None and self._turn.reply is not None)
+
+    @property
     def next_turn_id(self) -> str:
         """The id of the turn that is sampled next."""
-        is_sampled = self._turn is not None and self._turn.reply is not None
-        return f"{self.prefix}{self._graph.num_turns + is_sampled}"
+        return f"{self.prefix}{self.num_turns}"
 
     @property
     def context_images(self) -> tuple[ImageSpan, ...]:

@@ -24,9 +24,9 @@ def with_lineage(
 ) -> tuple[TokenPath, ...]:
     """Return the paths with their `lineage`. `nodes` are the turns of the trajectory in the order of their commits.
 
-    The main conversation begins with `task_messages`, if there are any. Otherwise it is the one without a parent
-    that has, together with the conversations that compact it, the most turns, then the most sampled tokens, then
-    the first start.
+    The main conversation begins with `task_messages`. If there are none, or no conversation begins with them, it is
+    the one without a parent that has, together with the conversations that compact it, the most turns, then the
+    most sampled tokens, then the first start.
     """
     if len(paths) < 2:
         return tuple(paths)
@@ -34,14 +34,15 @@ def with_lineage(
 
 
 @dataclass(slots=True, eq=False)
-class _AgentPaths:
-    """Paths that continue each other. Turns are numbered in the order of their commits."""
+class _Talk:
+    """A conversation: paths that continue each other. Turns are numbered in the order of their commits."""
 
     places: list[int]  # indices of its paths
-    begin: int  # the path with which it begins
-    first: int  # number of its first turn
-    last: int  # number of its last turn
-    is_single_turn: bool
+    first_path: int  # the path with which it begins
+    first_turn: int
+    last_turn: int
+    num_turns: int
+    depth: int  # turns of its longest path
     declaration: Declaration = _NOT_DECLARED
     link: Lineage | None = None
 
@@ -54,8 +55,8 @@ class _Lineages:
         self._nodes = nodes
         self._number = {node.node_id: number for number, node in enumerate(nodes)}
         self._owner = {turn.turn_id: place for place, path in enumerate(paths) for turn in path.own_turns}
-        self._conversations = sorted(self._joined(), key=lambda one: one.first)
-        self._of_place = {place: one for one in self._conversations for place in one.places}
+        self._talks = sorted(self._joined(), key=lambda talk: talk.first_turn)
+        self._of_place = {place: talk for talk in self._talks for place in talk.places}
 
     @cached_property
     def _quotes(self) -> dict[str, list[Quote]]:
@@ -66,14 +67,14 @@ class _Lineages:
         return quotes
 
     @cached_property
-    def _uses(self) -> dict[int, list[Quote]]:
-        """The quotes of each conversation's replies in other conversations, by its `begin`."""
-        uses: dict[int, list[Quote]] = {}
+    def _quoted_by(self) -> dict[int, list[Quote]]:
+        """For each conversation, by its first path, the later prompts of other conversations that quote it."""
+        quoted_by: dict[int, list[Quote]] = {}
         for quotes in self._quotes.values():
             for quote in quotes:
-                if (used := self._conversation(quote.reply)) is not self._conversation(quote.prompt):
-                    uses.setdefault(used.begin, []).append(quote)
-        return uses
+                if (quoted := self._talk_of(quote.reply)) is not self._talk_of(quote.prompt):
+                    quoted_by.setdefault(quoted.first_path, []).append(quote)
+        return quoted_by
 
     @cached_property
     def _num_samples(self) -> Counter[tuple[str | None, bytes, bytes]]:
@@ -81,49 +82,48 @@ class _Lineages:
         return Counter(map(_prompt_of, self._nodes))
 
     def linked_paths(self, task_messages: Sequence[Message]) -> tuple[TokenPath, ...]:
-        for conversation in self._conversations:
-            conversation.link = (
-                self._declared(conversation) or self._delegated(conversation) or self._compacted(conversation)
-            )
-        for conversation in self._conversations:
-            conversation.link = conversation.link or self._used_later(conversation)
+        # Compactions first: they determine the sizes of the conversations, and with them the main one.
+        for talk in self._talks:
+            talk.link = self._declared(talk) or self._compacted(talk)
         main = self._main(task_messages)
         main.link = None
+        self._link_users(main)
         lineages: list[Lineage | None] = [None] * len(self._paths)
-        for conversation in self._conversations:
-            for place in conversation.places:
-                if place != conversation.begin:
+        for talk in self._talks:
+            for place in talk.places:
+                if place != talk.first_path:
                     lineages[place] = self._continued(place)
-                elif conversation is not main:
-                    lineages[place] = conversation.link or Lineage(PathKind.UNRELATED)
+                elif talk is not main:
+                    lineages[place] = talk.link or Lineage(PathKind.UNRELATED)
         return tuple(replace(path, lineage=lineage) for path, lineage in zip(self._paths, lineages, strict=True))
 
     # Conversations
 
-    def _joined(self) -> Iterator[_AgentPaths]:
+    def _joined(self) -> Iterator[_Talk]:
         """Join the paths to conversations. Every conversation begins with exactly one path."""
         children: dict[int | None, list[int]] = {}
         for place, path in enumerate(self._paths):
             children.setdefault(None if self._begins(place) else path.parent, []).append(place)
-        for begin in children.get(None, ()):
-            places = [begin]
+        for first_path in children.get(None, ()):
+            places = [first_path]
             for place in places:  # grows
                 places += children.get(place, ())
             turns = [
                 self._number.get(turn.turn_id, len(self._nodes))  # the last turn of a loop is not a node yet
                 for place in places
                 for turn in self._paths[place].own_turns
-            ] or [len(self._nodes)]
-            is_single_turn = max(len(self._paths[place].turns) for place in places) < 2
-            declaration = _declaration(self._first_own(begin))
-            yield _AgentPaths(sorted(places), begin, min(turns), max(turns), is_single_turn, declaration)
+            ]
+            first, last = min(turns, default=len(self._nodes)), max(turns, default=len(self._nodes))
+            depth = max(len(self._paths[place].turns) for place in places)
+            declaration = _declaration(self._first_own(first_path))
+            yield _Talk(sorted(places), first_path, first, last, len(turns), depth, declaration)
 
     def _begins(self, place: int) -> bool:
         """Return True if a path does not continue another path's conversation."""
         path = self._paths[place]
         if path.split_reason in (None, SplitReason.NEW_CONVERSATION) or path.parent is None:
             return True
-        # A client that declares another agent or a parent turn knows better than the comparison of histories.
+        # A declaration of another agent or of a parent turn takes precedence over the comparison of histories.
         mine, parents = _declaration(self._first_own(place)), _declaration(self._first_own(path.parent))
         if mine.parent_agent is not None and mine.agent != parents.agent:
             return True  # also if it inherits the history of the agent that started it
@@ -142,96 +142,127 @@ class _Lineages:
         number = self._number.get(own[0].turn_id) if own else None
         return None if number is None else self._nodes[number]
 
-    def _place(self, number: int) -> int:
+    def _place_of(self, number: int) -> int:
         """Return the path that owns a turn."""
         return self._owner[self._nodes[number].node_id]
 
-    def _conversation(self, number: int) -> _AgentPaths:
-        return self._of_place[self._place(number)]
+    def _talk_of(self, number: int) -> _Talk:
+        """Return the conversation that has a turn."""
+        return self._of_place[self._place_of(number)]
 
     # Links
 
-    def _declared(self, conversation: _AgentPaths) -> Lineage | None:
-        mine = conversation.declaration
+    def _declared(self, talk: _Talk) -> Lineage | None:
+        mine = talk.declaration
         if mine.parent_turn:
-            parent = self._of_place[self._owner[mine.parent_turn]]
-            # If the parent takes more turns it waited for this conversation, otherwise it was replaced.
-            kind = PathKind.DELEGATES if parent.last > conversation.first else PathKind.COMPACTS
-            evidence = f"the client named turn {mine.parent_turn} as the parent"
-            return Lineage(kind, self._owner[mine.parent_turn], evidence, is_declared=True)
+            place = self._owner[mine.parent_turn]
+            # Unless the client declares it: a parent with later turns waited for this conversation.
+            is_over = self._of_place[place].last_turn < talk.first_turn
+            kind = mine.kind or (PathKind.COMPACTS if is_over else PathKind.DELEGATES)
+            return Lineage(kind, place, f"the client named turn {mine.parent_turn} as the parent", is_declared=True)
         if mine.parent_agent is None:
             return None
         earlier = [
             number
-            for number, node in enumerate(self._nodes[: conversation.first])
+            for number, node in enumerate(self._nodes[: talk.first_turn])
             if self._of_place[self._owner[node.node_id]].declaration.agent == mine.parent_agent
         ]
         if not earlier:
             return None
         evidence = f"the client named agent {mine.parent_agent or 'main'} as the parent of agent {mine.agent}"
-        return Lineage(PathKind.DELEGATES, self._place(earlier[-1]), evidence, is_declared=True)
+        return Lineage(PathKind.DELEGATES, self._place_of(earlier[-1]), evidence, is_declared=True)
 
-    def _delegated(self, conversation: _AgentPaths) -> Lineage | None:
-        """Link a conversation to an earlier one that uses one of its replies."""
-        for quote in self._uses.get(conversation.begin, ()):
-            if self._conversation(quote.prompt).first < conversation.first:
-                return Lineage(PathKind.DELEGATES, self._place(quote.prompt), self._evidence(quote))
-        return None
-
-    def _compacted(self, conversation: _AgentPaths) -> Lineage | None:
-        """Link a conversation to an ended one that its first prompt quotes."""
-        # A single call whose reply nothing uses leads nowhere: it asks for a title or a commit message.
-        root = self._first_own(conversation.begin)
-        if root is None or (conversation.is_single_turn and conversation.begin not in self._uses):
+    def _compacted(self, talk: _Talk) -> Lineage | None:
+        """Link a conversation to an earlier one that its first prompt quotes and that it replaces."""
+        # A single call whose reply no prompt quotes leads nowhere: it asks for a title or a commit message.
+        root, uses = self._first_own(talk.first_path), self._quoted_by.get(talk.first_path, ())
+        if root is None or (talk.depth < 2 and not uses):
             return None
-        sources = [
-            (source.first, -quote.reply, quote)
+        quoted = {
+            self._talk_of(quote.reply).first_path: quote
             for quote in self._quotes.get(root.node_id, ())
-            if (source := self._conversation(quote.reply)).last < conversation.first
-        ]
-        if not sources:
+            if self._is_replaced(self._talk_of(quote.reply), talk)
+        }
+        # A conversation that uses the result did not end: this one is its sub-agent.
+        quoted = {
+            place: quote
+            for place, quote in quoted.items()
+            if all(self._talk_of(use.prompt).first_path != place for use in uses)
+        }
+        if not quoted:
             return None
-        # The earliest of several is the agent itself: the others are sub-agents whose results the summary contains.
-        quote = min(sources)[2]
-        return Lineage(PathKind.COMPACTS, self._place(quote.reply), self._evidence(quote))
+        # The earliest is the agent itself, and others are sub-agents whose results the summary contains, except
+        # conversations that compact the agent's earlier ones.
+        place = min(quoted, key=lambda first_path: self._of_place[first_path].first_turn)
+        for other in self._talks:
+            link = other.link if other.first_path in quoted else None
+            if link is not None and link.kind is PathKind.COMPACTS and link.parent in self._of_place[place].places:
+                place = other.first_path
+        quote = quoted[place]
+        return Lineage(PathKind.COMPACTS, self._place_of(quote.reply), self._evidence(quote))
 
-    def _used_later(self, conversation: _AgentPaths) -> Lineage | None:
-        """Link a conversation to a later one that uses its reply and has another parent."""
-        for quote in self._uses.get(conversation.begin, ()):
-            user = self._conversation(quote.prompt)
-            # A user without a parent is a side call that quotes the agent, not a caller of it.
-            if user.link is not None and conversation not in self._ancestry(user):
-                return Lineage(PathKind.DELEGATES, self._place(quote.prompt), self._evidence(quote))
-        return None
+    def _is_replaced(self, earlier: _Talk, talk: _Talk) -> bool:
+        """Return True if a conversation ended before another one, except for fewer turns than that one has.
 
-    def _ancestry(self, conversation: _AgentPaths) -> list[_AgentPaths]:
-        """Return the conversation, its parent, the parent's parent, and so on."""
-        ancestry = [conversation]
-        while (link := ancestry[-1].link) is not None and link.parent is not None:
-            ancestry.append(self._of_place[link.parent])
-        return ancestry
+        A side call on the old history may come late: it extracts memories, for example.
+        """
+        num_later = sum(
+            self._number.get(turn.turn_id, len(self._nodes)) > talk.first_turn
+            for place in earlier.places
+            for turn in self._paths[place].own_turns
+        )
+        return earlier.first_turn < talk.first_turn and num_later < talk.num_turns
 
-    def _main(self, task_messages: Sequence[Message]) -> _AgentPaths:
+    def _link_users(self, main: _Talk) -> None:
+        """Link conversations whose replies the main conversation used, directly or through others."""
+        heads = {talk.first_path: self._head(talk) for talk in self._talks}
+        linked = [talk for talk in self._talks if self._leads_to(talk, main)]
+        for user in linked:  # grows
+            for talk in self._talks:
+                head = heads[talk.first_path]
+                if talk in linked or head.link is not None or head is main:
+                    continue
+                uses = (
+                    use for use in self._quoted_by.get(talk.first_path, ()) if self._talk_of(use.prompt) is user
+                )
+                if (use := next(uses, None)) is not None:
+                    head.link = Lineage(PathKind.DELEGATES, self._place_of(use.prompt), self._evidence(use))
+                    linked += [other for other in self._talks if heads[other.first_path] is head]
+
+    def _head(self, talk: _Talk) -> _Talk:
+        """Return the first of the conversations that compact each other."""
+        while talk.link is not None and talk.link.kind is PathKind.COMPACTS and talk.link.parent is not None:
+            talk = self._of_place[talk.link.parent]
+        return talk
+
+    def _leads_to(self, talk: _Talk, main: _Talk) -> bool:
+        while talk is not main and talk.link is not None and talk.link.parent is not None:
+            talk = self._of_place[talk.link.parent]
+        return talk is main
+
+    def _main(self, task_messages: Sequence[Message]) -> _Talk:
         task = _opening(task_messages)
-        sizes: dict[int, tuple[int, int]] = {}
-        for conversation in self._conversations:
-            head = conversation
-            while head.link is not None and head.link.kind is PathKind.COMPACTS and head.link.parent is not None:
-                head = self._of_place[head.link.parent]
-            own = [self._paths[place] for place in conversation.places]
-            num_turns, num_tokens = sizes.get(head.begin, (0, 0))
-            sizes[head.begin] = (
-                num_turns + sum(len(path.own_turns) for path in own),
-                num_tokens + sum(path.num_own_sampled_tokens for path in own),
-            )
+        sizes = Counter[tuple[int, str]]()
+        for talk in self._talks:
+            head = self._head(talk).first_path
+            sizes[head, "turns"] += talk.num_turns
+            sizes[head, "tokens"] += sum(self._paths[place].num_own_sampled_tokens for place in talk.places)
 
-        def weight(conversation: _AgentPaths) -> tuple[bool, bool, tuple[int, int], int]:
-            openings = (_opening(self._paths[place].messages) for place in conversation.places)
+        # Quoted by a conversation that began earlier: probably its sub-agent.
+        used = {
+            self._head(talk).first_path
+            for talk in self._talks
+            for use in self._quoted_by.get(talk.first_path, ())
+            if self._head(self._talk_of(use.prompt)).first_turn < self._head(talk).first_turn
+        }
+
+        def weight(talk: _Talk) -> tuple[bool, bool, bool, int, int, int]:
+            openings = (_opening(self._paths[place].messages) for place in talk.places)
             is_task = bool(task) and any(opening[: len(task)] == task for opening in openings)
-            is_head = conversation.link is None
-            return is_task, is_head, sizes.get(conversation.begin, (0, 0)), -conversation.first
+            size = sizes[talk.first_path, "turns"], sizes[talk.first_path, "tokens"]
+            return is_task, talk.link is None, talk.first_path not in used, *size, -talk.first_turn
 
-        return max(self._conversations, key=weight)
+        return max(self._talks, key=weight)
 
     def _continued(self, place: int) -> Lineage:
         """Return the lineage of a path that is not the first of its conversation."""
@@ -244,7 +275,7 @@ class _Lineages:
             return Lineage(PathKind.RETRIES, path.parent)
         if path.split_reason is SplitReason.HISTORY_EDIT and path.num_shared == 0:
             quotes = self._quotes.get(first.node_id, ())
-            mine = [quote for quote in quotes if self._conversation(quote.reply) is self._of_place[place]]
+            mine = [quote for quote in quotes if self._talk_of(quote.reply) is self._of_place[place]]
             if mine:
                 return Lineage(PathKind.COMPACTS, path.parent, self._evidence(mine[-1]))
         return Lineage(PathKind.CONTINUES, path.parent)

@@ -27,6 +27,7 @@ from agentloop.types import (
     FloatArray,
     IntArray,
     Message,
+    PathKind,
     SplitReason,
     ToolCall,
     ToolCallStatus,
@@ -148,6 +149,7 @@ class Split:
 
 
 PARENT_TURN_HEADER = "x-parent-turn"
+PARENT_KIND_HEADER = "x-parent-kind"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ class Declaration:
     parent_agent: str | None = (
         None  # the id of the agent that started it, "" for the main agent; None: not declared
     )
+    kind: PathKind | None = None  # the relation to `parent_turn`; None: not declared
     parent_header: str = ""  # the header that names the parent agent, for errors
 
 

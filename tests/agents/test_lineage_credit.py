@@ -195,6 +195,7 @@ async def test_a_declaration_that_cannot_be_right_is_refused_by_its_header(servi
         ({claude: "a", parent: "a"}, parent),
         ({claude: "a", parent: "b"}, parent),
         ({claude: "x" * (MAX_AGENT_CHARS + 1)}, claude),
+        ({"x-parent-kind": "unrelated", "x-parent-turn": "t"}, "x-parent-kind"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             await Talk(made["base_url"], made["api_key"], **headers).say("[work]")

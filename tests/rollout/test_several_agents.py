@@ -82,7 +82,8 @@ async def test_the_record_has_the_paths_and_rewards_of_all_agents() -> None:
     assert record.messages[-1].content == "Pro wins."
     assert [path.is_trainable for path in record.paths] == [True, True, False]
     assert record.path_rewards == (1.0, 0.25, 1.0)
-    assert replace(record, credit=Credit.MAIN).path_rewards == (1.0, None, None)
+    assert replace(record, credit=Credit.MAIN).path_rewards == (1.0, 0.25, 1.0)
+    assert record.of_agent("pro").num_sampled_tokens == int(record.paths[1].response_mask.sum())
     assert (record.components, record.metrics) == ({"pro.style": 0.5}, {"con.length": 3.0})
     turns = [turn.turn_id for path in record.paths for turn in path.turns]
     assert turns == ["0", "pro-0", "pro-1", "con-0"]

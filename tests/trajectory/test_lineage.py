@@ -7,7 +7,7 @@ import pytest
 from agentloop.trajectory.node import Declaration
 from agentloop.trajectory.quotes import MIN_QUOTE_CHARS, find_quotes
 from agentloop.trajectory.token_paths import token_paths
-from agentloop.types import Message, StopReason, Trajectory
+from agentloop.types import Message, PathKind, StopReason, Trajectory
 from tests.trajectory.sessions import Played, assistant, definition, messages_of, system, user
 
 TASK = (system("You solve tasks."), user("Find the largest file of the repository."))
@@ -173,6 +173,77 @@ def test_a_compaction_of_the_caller_with_a_sub_agents_result_credits_both() -> N
     assert num_credited_tokens(record) == record.num_sampled_tokens
 
 
+def test_a_late_side_call_on_the_old_history_does_not_undo_a_compaction() -> None:
+    for is_last in (False, True):
+        played = Played()
+        history = talk(played, *TASK, replies=("I start.", SUMMARY))
+        after = [user(f"Continue from: {SUMMARY}"), assistant("I go on.")]
+        played.turn(after[-1], *after[:-1])
+        if not is_last:
+            played.turn(assistant("Memories."), *history, user("Extract memories."))
+        after += [user("finish"), assistant(ANSWER)]
+        played.turn(after[-1], *after[:-1])
+        if is_last:
+            played.turn(assistant("Memories."), *history, user("Extract memories."))
+        record = record_of(played)
+        assert record.messages == tuple(after)
+        assert num_credited_tokens(record) == record.num_sampled_tokens
+
+
+def test_a_monitor_that_quotes_the_answer_takes_nothing_away() -> None:
+    played = Played()
+    talk(played, *TASK, replies=("I start.", SUMMARY))
+    monitor = talk(played, user("You monitor an agent."), replies=("I watch.",))
+    after = talk(played, user(f"Continue from: {SUMMARY}"), replies=("I go on.", ANSWER))
+    played.turn(assistant("Logged."), *monitor, user(f"It said: {ANSWER}"))
+    for task in ((), TASK):
+        record = record_of(played, task)
+        assert record.messages == tuple(after)
+        assert sorted(str(kind) for kind, _ in kinds_of(record)) == ["None", "compacts", "unrelated"]
+
+
+def test_a_plan_that_the_main_prompt_quotes_is_credited() -> None:
+    for replies in (("I work.", ANSWER), (ANSWER,)):
+        played = Played()
+        talk(played, user("Make a plan."), replies=("Let me think.", SUMMARY))
+        history = talk(played, *TASK, user(f"The plan: {SUMMARY}"), replies=replies)
+        record = record_of(played, TASK)
+        assert kinds_of(record) == [("delegates", 1), (None, None)]
+        assert record.messages == tuple(history)
+
+
+def test_results_are_followed_through_sub_agents_in_any_order() -> None:
+    played = Played()
+    history = talk(played, *TASK, replies=("I start an agent that measures the files.",))
+    talk(played, user("helper 0"), replies=("I look.", f"0: {FINDING}"))
+    talk(played, user(f"helper 1, use this: 0: {FINDING}"), replies=("I look, too.", f"1: {FINDING}"))
+    talk(played, user(f"Continue: {history[-1].content} 1: {FINDING}"), replies=("I see.", ANSWER))
+    record = record_of(played, TASK)
+    assert num_credited_tokens(record) == record.num_sampled_tokens
+    assert record.messages[-1].content == ANSWER
+
+
+def test_a_second_compaction_follows_the_first_although_it_quotes_both_summaries() -> None:
+    played = Played()
+    other = "Then I measured all three files: the corpus is the largest of them."
+    talk(played, *TASK, replies=("I start.", SUMMARY))
+    talk(played, user(f"Continue from: {SUMMARY}"), replies=("I go on.", other))
+    talk(played, user(f"Continue from: {SUMMARY} {other}"), replies=("I finish.", ANSWER))
+    assert kinds_of(record_of(played, TASK)) == [(None, None), ("compacts", 0), ("compacts", 1)]
+
+
+def test_a_sub_agent_compacts_its_own_history() -> None:
+    played = Played()
+    history = talk(played, *TASK, replies=("I delegate.",))
+    talk(played, user("agent: measure"), replies=("I look.", SUMMARY))
+    talk(played, user(f"agent, continue: {SUMMARY}"), replies=("I look.", FINDING))
+    history += [user(f"result: {FINDING}"), assistant(ANSWER)]
+    played.turn(history[-1], *history[:-1])
+    record = record_of(played)
+    assert kinds_of(record) == [("delegates", 2), ("compacts", 0), (None, None)]
+    assert record.main_conversation == (2,)
+
+
 # Side calls
 
 
@@ -268,6 +339,17 @@ def test_a_declared_parent_that_takes_more_turns_has_delegated() -> None:
     record = record_of(played, TASK)
     assert kinds_of(record) == [("delegates", 1), (None, None)]
     assert record.messages == tuple(history)
+
+
+def test_the_kind_of_a_declared_parent_can_be_declared() -> None:
+    played = Played()
+    talk(played, *TASK, replies=("I start.", SUMMARY))
+    after = talk(played, user(f"Continue from: {SUMMARY}"), replies=("I go on.", ANSWER))
+    declaration = Declaration(parent_turn="n0", kind=PathKind.DELEGATES)
+    talk(played, user("agent"), replies=("Done.",), declaration=declaration)
+    record = record_of(played)
+    assert kinds_of(record) == [(None, None), ("compacts", 0), ("delegates", 0)]
+    assert record.messages == tuple(after)
 
 
 def test_declared_agents_are_linked_to_the_agent_that_started_them() -> None:

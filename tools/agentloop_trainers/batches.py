@@ -115,7 +115,8 @@ def _agents_of(trajectories: Sequence[Trajectory]) -> list[str]:
 
 def _agent_rows(scored: Sequence[Trajectory], agent: str, *, divides_by_std: bool) -> list[TrainingRow]:
     """Return the rows of one agent of the trajectories. Its own rewards are the baseline."""
-    own = [trajectory for trajectory in scored if agent in trajectory.agents or not trajectory.paths]
+    # A sample without paths is a failure of the main agent: the others had not started.
+    own = [one for one in scored if agent in one.agents or (not one.paths and not agent)]
     rewards = [trajectory.agent_rewards.get(agent, trajectory.reward) for trajectory in own]
     known = np.array([reward for reward in rewards if reward is not None], np.float64)
     if not known.size:

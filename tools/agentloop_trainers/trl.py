@@ -439,8 +439,8 @@ class SyncRollouts:
         self, indexes: Sequence[int], group: Sequence[Trajectory], trainer: Any
     ) -> Iterator[tuple[int, TrainingRow]]:
         """Yield pairs of a prompt's index and its row. Samples without a row are omitted."""
-        last = {trajectory.sample_index: trajectory.main_conversation[-1:] for trajectory in group}
-        rows = [row for row in group_rows(group) if (row.place,) == last[row.sample_index]]
+        last = {trajectory.sample_index: trajectory.final_path for trajectory in group if trajectory.paths}
+        rows = [row for row in group_rows(group) if row.place == last[row.sample_index]]
         if self._on_group is not None:
             self._on_group(group, rows)
         log = trainer._metrics["train" if trainer.model.training else "eval"]

@@ -30,8 +30,8 @@ from agentloop.concurrency.aio import side_by_side
 from agentloop.errors import AgentLoopError, Gone, InvalidRequest, ModelNotFound, SessionNotFound
 from agentloop.generation.turn_reader import TurnPiece
 from agentloop.sessions.session import Session
-from agentloop.trajectory.node import PARENT_TURN_HEADER, Declaration, Reply
-from agentloop.types import Generation
+from agentloop.trajectory.node import PARENT_KIND_HEADER, PARENT_TURN_HEADER, Declaration, Reply
+from agentloop.types import Generation, PathKind
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import caller_of, names_session, session_name
@@ -227,7 +227,10 @@ def _declaration_of(headers: Headers) -> Declaration | None:
     for header, value in ids:
         if len(value) > MAX_AGENT_CHARS:
             raise InvalidRequest(f"an id of {len(value)} characters is longer than {MAX_AGENT_CHARS}", param=header)
-    return Declaration(parent_turn, agent, parent_agent, parent_header)
+    kind = headers.get(PARENT_KIND_HEADER)
+    if kind not in (None, PathKind.COMPACTS, PathKind.DELEGATES):
+        raise InvalidRequest(f"{kind[:64]!r}: expected compacts or delegates", param=PARENT_KIND_HEADER)
+    return Declaration(parent_turn, agent, parent_agent, None if kind is None else PathKind(kind), parent_header)
 
 
 def affinity_of(request: Request, endpoint: Endpoint, names: Sequence[str], param: str) -> str | None:
