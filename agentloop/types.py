@@ -788,7 +788,7 @@ class Trajectory:
 
 
 def _moved(path: TokenPath, index_of: Callable[[int], int | None]) -> TokenPath:
-    """Return a path whose parents have other indices."""
+    """Return a copy of the path whose parent indices are converted by `index_of`."""
     lineage = path.lineage
     if lineage is not None and lineage.parent is not None:
         lineage = replace(lineage, parent=index_of(lineage.parent))

@@ -26,7 +26,9 @@ def score_call(
     """
     if start > len(prompt_ids):
         raise InvalidRequest(
-            f"position {start - 1} is outside the prompt, which has {len(prompt_ids)} tokens", param=param
+            f"cannot score from position {start - 1}: the prompt has {len(prompt_ids)} tokens. Use a position"
+            f" below {len(prompt_ids)}",
+            param=param,
         )
     if start == len(prompt_ids):
         return None

@@ -67,7 +67,10 @@ class Deadline:
 
     @property
     def enforced_at(self) -> float | None:
-        """The time at which the deadline would end its task now; None if it ends no task."""
+        """The event-loop time at which the deadline ends its task; None if it ends no task.
+
+        The time can change: a grace period, or time without an available service, postpones the end.
+        """
         if self._scope is None or math.isinf(self.at):
             return None
         if self._scope.expired():

@@ -313,7 +313,10 @@ class LeaseHolder:
             self._reporter.add(TurnBegun(self.lease.lease_id))
 
     def leave(self, lease: Lease | None, request: GenerateRequest, generation: Generation | None) -> None:
-        """End a call whose last lease was `lease`. `generation` has the tokens so far, if any."""
+        """Record the end of a call, and report the end of the turn if the holder still has `lease`.
+
+        `lease` is the last lease of the call. `generation` has the tokens sampled so far, if any.
+        """
         self._num_in_flight -= 1
         if lease is None or lease != self.lease or not self.is_in_turn:
             return  # it was never sent, or the holder has another lease now

@@ -89,7 +89,7 @@ async def sample_turn(
                 if isinstance(piece, Reply):
                     return piece
                 show(piece)
-        raise InvariantBroken("a stream ended without its reply")
+        raise InvariantBroken("stream_turn ended before it yielded a Reply: report this bug of agentloop")
     turn, request = TurnText(reader, wanted, engine.tally), wanted.request
     options: TurnOptions = {"deadline": wanted.deadline, "clock": turn.clock, "switch": wanted.switch}
     options["continues_after_abort"] = continues_after_abort

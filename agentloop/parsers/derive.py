@@ -62,7 +62,7 @@ def derive(write: Write) -> CallFormat:
     for call in calls:
         text = text.replace(call.id, ID)
         if call.name not in text:
-            raise Underivable(f"the template does not show the call in its turn: {text[:80]!r}")
+            raise Underivable(f"the template omits the call from the assistant turn: {text[:80]!r}")
     notation, middle, spans = _objects(text, calls) or _named(text, calls, write)
     edges = [0, *(edge for span in spans for edge in span), len(text)]
     pieces = [text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -80,7 +80,7 @@ def derive(write: Write) -> CallFormat:
     form = CallFormat(begin.lstrip(), end, notation, middle, section, separator, is_bare)
     literals = (*section, form.begin, form.middle, form.end, form.separator)
     if any(word in literal for word in (*NAMES, *_KEYS) for literal in literals):
-        raise Underivable(f"the call repeats its name or a key: {text[:160]!r}")
+        raise Underivable(f"the call's delimiters contain the tool name or an argument name: {text[:160]!r}")
     if form.outer[:1].isalnum() or not (form.outer or is_named or isinstance(notation, ObjectKeys)):
         raise Underivable(f"no delimiter distinguishes a call from text: {text[:80]!r}")
     return form

@@ -522,7 +522,7 @@ class PromptText:
         ]
 
     def _shown_id(self, call_id: str, ids: Mapping[str, str]) -> str:
-        """Return the call id to show. Templates that require nine letters and digits get a hash of other ids."""
+        """Return the call id to render. If the template requires nine letters and digits, hash any other id."""
         shown = ids.get(call_id, call_id)
         if not self._wants_nine or _NINE.fullmatch(shown) is not None:
             return shown

@@ -78,7 +78,7 @@ class BridgeReport:
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """The optional parts of the check's conversation."""
+    """The optional parts of the conversation with which `examine` checks a template."""
 
     num_calls: int
     has_reasoning: bool

@@ -144,7 +144,10 @@ class Environment:
         if saved["version"] != self._version():
             names = {*saved["ours"], *saved["attributes"], *saved["slots"]} ^ {*vars(self), *_slots_of(self)}
             field = f"field {min(names)!r}" if names else "its code"
-            raise ToolError(f"the snapshot is from another version of {type(self).__qualname__}: {field} differs")
+            raise ToolError(
+                f"the snapshot is from another version of {type(self).__qualname__}: {field} differs; use the code"
+                " that took the snapshot, or start the trajectory again"
+            )
         initial = {name: vars(self)[name] for name in saved["ours"]}
         vars(self).clear()
         vars(self).update(initial | saved["attributes"])

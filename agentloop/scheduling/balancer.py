@@ -129,7 +129,10 @@ class Balancer:
         return tuple(_session_row(one, now) for one in found)
 
     def next_up(self) -> tuple[str, ...]:
-        """Return the first holder in each replica's queue if capacity was freed since the last call."""
+        """Return the id of the first trajectory or session in each replica's queue.
+
+        Returns no ids if no capacity was freed since the last call.
+        """
         if not self._is_freed:
             return ()
         self._is_freed = False

@@ -148,7 +148,7 @@ class LeaseTable:
         return self._by_holder.get(holder_id)
 
     def of_lease(self, lease_id: str) -> Holding | None:
-        """Return the entry of a lease, also of an earlier one that its process may still use."""
+        """Return the entry with this lease id, which may also be one of its `earlier` ids."""
         return self._by_lease.get(lease_id)
 
     def of_process(self, process_id: str) -> tuple[Holding, ...]:

@@ -133,7 +133,7 @@ class RolloutQueue:
         self._reserved.pop(rollout_id, None)
 
     def add(self, rollout_id: str, now: float) -> None:
-        """Queue the reserved work of a rollout, in its order."""
+        """Queue the groups of a rollout's reservation, in their order, and remove the reservation."""
         one = self._reserved.pop(rollout_id)
         self.restore(
             rollout_id,
@@ -255,10 +255,11 @@ class RolloutQueue:
         return tuple(sample.assignment_id for sample in lost)
 
     def adopt(self, worker_id: str, running: Mapping[str, int], now: float) -> None:
-        """Assign samples to a worker that already runs them. `running` maps their ids to the sampled tokens.
+        """Assign samples to a worker that already runs them. `running` maps their ids to numbers of tokens.
 
-        After a coordinator restart these samples are queued. A worker that was declared lost and reports again
-        gets back the samples of which the next worker has fewer tokens; its silence then costs no attempt.
+        A queued sample is assigned to the worker; after a coordinator restart all samples are queued. If the worker
+        was declared lost and another worker runs the sample, the worker with more tokens keeps it. The failures
+        that were counted for the lost worker's silence are undone.
         """
         for assignment_id, num_sampled in running.items():
             sample = self._live.get(assignment_id)

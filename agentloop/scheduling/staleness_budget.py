@@ -69,7 +69,7 @@ class StalenessBudget:
             self.first_version = served
 
     def learn(self, served: int | None) -> None:
-        """Set the first version if trajectories started before any version was known, after a restart."""
+        """Set the first version to `served` if trajectories started before a version was known, after a restart."""
         if self.num_begun > 0 and self.first_version is None:
             self.first_version = served
 

@@ -103,7 +103,10 @@ class Reserve:
         self.take_back()
 
     def take_back(self) -> bool:
-        """Allocate the reserve if the disk has twice its size. Returns False if the reserve is not allocated."""
+        """Create the reserve file if it is missing and the disk has twice its size free.
+
+        Returns True if the file exists.
+        """
         if not self._is_held:
             try:
                 num_bytes = min(_RESERVE_BYTES, shutil.disk_usage(self._path.parent).total // _RESERVE_SHARE)

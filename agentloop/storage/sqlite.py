@@ -102,7 +102,7 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
         db.close()
         if not is_read_only and _has_no_room(error, path.parent):
             raise _storage_full(f"{schema.kind} {path}") from error
-        raise InvalidRequest(f"{path} is not a {schema.kind}: {error}") from error
+        raise InvalidRequest(f"{path} cannot be opened as a {schema.kind}: {error}") from error
     except InvalidRequest:
         db.close()
         raise

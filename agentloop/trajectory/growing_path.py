@@ -108,7 +108,7 @@ class GrowingPath:
 
     @property
     def num_known_tokens(self) -> int:
-        """The number of tokens up to the last turn of the current path; 0 before the first turn of a root."""
+        """The number of tokens of the current path through the end of its last sampled turn; 0 if it has none."""
         turn = self._current()
         return len(self._context_ids) - (len(turn.observed_ids) if turn.reply is None else 0)
 

@@ -196,11 +196,12 @@ class TurnGraph:
     def match_ids(
         self, prompt_ids: Sequence[int], *, decode: Decode | None = None
     ) -> tuple[Node | None, tuple[int, ...], Split | None]:
-        """Find the turn that a prompt of token ids extends: (turn, ids that are new, split).
+        """Find the turn that a prompt of token ids extends. Returns (turn, new ids, split).
 
-        The prompt begins with all tokens up to the turn's end. If several turns fit, the longest counts; if none
-        does, the turn is None. The split is the position and reason at which the prompt leaves the recorded tokens,
-        or None. Ids are below 2**31. The split's detail has text from `decode`.
+        A prompt extends a turn if it begins with all tokens of the conversation through the end of that turn.
+        Returns the turn with the most tokens, or None if the prompt extends no turn. The split is the reason for a
+        new branch or root, with the text of the first difference if `decode` is given; None if the prompt extends
+        the end of a branch. All ids must be below 2**31.
         """
         if not self._nodes:
             return None, tuple(prompt_ids), None

@@ -144,7 +144,7 @@ class WorkerLink:
 
 
 def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts:
-    """Load the shared parts of trajectories as a worker does, with `link` as their engine and coordinator."""
+    """Create the same RunParts as a worker, with `link` in place of the engine and the coordinator."""
     chat, sizes = load_chat_format(config.model_path(), config.chat), model_sizes(config)
     engine, coordinator, folder = cast(TokenEngine, link), cast(WorkerPort, link), setup.turns_folder
     home = JournalFolder(Path(folder)) if folder else StoredJournals(coordinator)

@@ -230,7 +230,11 @@ class LibraryRenderer(ModelText):
     ) -> list[int]:
         """Render with masked tool definitions. Raises the errors of `render`."""
         if not self._has_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
-            raise TemplateError(f"renderers:{self.library.family} does not support tools", param="tools")
+            raise TemplateError(
+                f"renderers:{self.library.family} does not support tools: remove the tools, or set chat.renderer to"
+                " 'template'",
+                param="tools",
+            )
         renderer, entries = self.library.under(kwargs), self._prompts.entries(messages)
         return self.library.run(
             lambda: list(
@@ -253,7 +257,11 @@ class LibraryRenderer(ModelText):
             closing = [*self.ids(THINK_CLOSE if end.is_thinking else end.closing or ""), stop_id]
             return closing + self.bridged(appended, definitions, TurnEnd(stop_id), kwargs)
         if not self._has_tools and any(message.role == "tool" for message in appended):
-            raise TemplateError(f"renderers:{self.library.family} does not support tools", param="tools")
+            raise TemplateError(
+                f"renderers:{self.library.family} does not support tools: remove the tool results, or set"
+                " chat.renderer to 'template'",
+                param="tools",
+            )
         # The library requires the preceding ids: give it a synthetic prompt and turn.
         prompt = self.rendered([_QUESTION], definitions, kwargs, adds_generation_prompt=True)
         is_open = self.decode(prompt[-_NUM_LAST:]).rstrip().endswith(THINK_OPEN)

@@ -54,7 +54,7 @@ _TABLE_BEGIN, _TABLE_END = "<!-- templates -->", "<!-- /templates -->"
 _REASONS = {
     "cannot be derived: of": "it writes a part of a call in more than one way",
     "'derived' does not read": "its answers stand in marks, or its history is not what its prompts begin with",
-    "chat template failed: ": "without tools, or without its own arguments, its template fails",
+    "chat template failed: ": "the template fails without tools or without the arguments that only it defines",
 }
 _SYSTEM = Message("system", "Antworte knapp.")
 _CHAT = (

@@ -157,11 +157,11 @@ def test_what_the_template_writes_is_allowed(family, chat) -> None:
 def test_what_cannot_be_told_apart_is_refused_with_the_text() -> None:
     with pytest.raises(Underivable, match="no delimiter distinguishes"):
         derive(lambda calls: ", ".join(f"{c.name} {json.dumps(dict(c.arguments))}" for c in calls))
-    with pytest.raises(Underivable, match="does not show the call in its turn"):
+    with pytest.raises(Underivable, match="omits the call from the assistant turn"):
         derive(lambda calls: "I call.")
     with pytest.raises(Underivable, match="does not show its arguments"):
         derive(lambda calls: "".join(f"<c>{c.name}</c>" for c in calls))
-    with pytest.raises(Underivable, match="repeats its name or a key"):
+    with pytest.raises(Underivable, match="contain the tool name or an argument name"):
         derive(
             lambda calls: "".join(
                 f"<c>{c.name}{''.join(f'<{k}>{v}]</{k}>' for k, v in c.arguments.items())}</c>" for c in calls

@@ -120,7 +120,7 @@ def test_a_file_of_another_kind_is_refused(path: Path, tmp_path: Path) -> None:
         open_database(path, SCHEMA, is_read_only=True)
     with pytest.raises(InvalidRequest, match="cannot be opened"):
         open_database(tmp_path / "no" / "folder", SCHEMA)
-    with pytest.raises(InvalidRequest, match="is not a test store"):
+    with pytest.raises(InvalidRequest, match="cannot be opened as a test store"):
         open_database(Path(__file__), SCHEMA)
     open_database(path, SCHEMA).close()
     with pytest.raises(InvalidRequest, match="only version 4 of a test store"):

@@ -164,7 +164,7 @@ async def test_a_failed_transaction_stores_nothing_and_the_next_one_works(
 async def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("not a database, and long enough to be read as a header of one" * 10)
-    with pytest.raises(InvalidRequest, match="not a trajectory store"):
+    with pytest.raises(InvalidRequest, match="opened as a trajectory store"):
         TrajectoryStore(text)
     with pytest.raises(InvalidRequest, match="no trajectory store"):
         TrajectoryReader(tmp_path / "absent")

@@ -143,7 +143,8 @@ class ShellSession:
             setup = ShellSetup.model_validate(task.tool_setup.get(self._tool.spec.name) or {})
         except ValidationError as error:
             first = error.errors()[0]
-            raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+            path = ".".join(map(str, ("tool_setup", self._tool.spec.name, *first["loc"])))
+            raise InvalidRequest(f"{path}: {first['msg']}") from error
         for path in setup.files:
             parts = PurePosixPath(path).parts
             if not parts or path.startswith("/") or ".." in parts or "\0" in path or len(path) > MAX_PATH_CHARS:

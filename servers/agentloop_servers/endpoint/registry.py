@@ -359,7 +359,8 @@ class Sessions:
             names = [session_id] if is_own_id(session_id) else await self.store.shown_as(session_id)
             if len(names) > 1:
                 raise Conflict(
-                    f"several users have such a session: name one of {', '.join(names)}", param="session_id"
+                    f"several users have a session {session_id!r}: use one of the full ids {', '.join(names)}",
+                    param="session_id",
                 )
             for name in names:
                 async with self._locks.of(name):

@@ -357,7 +357,9 @@ async def _send_answer(answer: aiohttp.ClientResponse, rank: int, send: Send) ->
                 send, {"type": "http.response.body", "body": piece, "more_body": True}, SEND_TIMEOUT_S
             )
     except (aiohttp.ClientError, OSError) as error:
-        raise ServiceUnavailable(f"endpoint process {rank} was lost while sending its response") from error
+        raise ServiceUnavailable(
+            f"endpoint process {rank} was lost while sending its response: retry the call"
+        ) from error
     await send_in_time(send, {"type": "http.response.body", "body": b"", "more_body": False}, SEND_TIMEOUT_S)
 
 

@@ -181,7 +181,8 @@ def _traced(
         raise
     except Exception as error:
         # Some of vLLM's assertions have no message, and some messages list every parameter.
-        raise PlanRefused(f"load_weights failed: {type(error).__name__} {str(error)[:MAX_REASON_CHARS]}") from error
+        reason = f"{type(error).__name__}: {str(error)[:MAX_REASON_CHARS]}"
+        raise PlanRefused(f"the model's load_weights raised {reason}") from error
     finally:
         replaced = snapshot.restore()
     if recorder.refusal is not None:  # a loader may have caught it

@@ -84,12 +84,17 @@ class GroupMember:
 
         def still_wanted() -> None:
             if self._is_left:
-                raise CheckpointUnreadable("the worker has left the group", param="update_info")
+                raise CheckpointUnreadable(
+                    "the worker has left the group: create the group again", param="update_info"
+                )
             check()
 
         try:
             if self._rank is None:
-                raise CheckpointUnreadable(f"the worker has left the group: {self.error}", param="update_info")
+                raise CheckpointUnreadable(
+                    f"the worker is not in the group ({self.error or 'it has left'}): create the group again",
+                    param="update_info",
+                )
             for run in broadcasts(part):
                 data = torch.empty(sum(map(_num_bytes, run)), dtype=torch.uint8, device=self._device)
                 self._rank.receive(data, deadline_at, still_wanted)
@@ -217,7 +222,10 @@ class _GlooRank:
         while not work.is_completed():
             check()
             if time.monotonic() > deadline_at:
-                raise TimeoutError("the broadcast did not finish before its deadline")
+                raise TimeoutError(
+                    "the broadcast did not finish before its deadline: check the other ranks, then create the group"
+                    " again"
+                )
             time.sleep(GLOO_POLL_S)
         work.wait()
         data.copy_(host)

@@ -70,7 +70,7 @@ def lay_out(tensors: Sequence[TensorInfo], bucket_bytes: int = DEFAULT_BUCKET_BY
     Raises CheckpointUnreadable for an empty list, a duplicate name, an unknown dtype or an invalid shape.
     """
     if not tensors:
-        raise CheckpointUnreadable("the update has no tensors", param="push")
+        raise CheckpointUnreadable("the update has no tensors: send at least one", param="push")
     places: list[Place] = []
     sizes = [0]
     names: set[str] = set()

@@ -127,7 +127,7 @@ class RowChecksums:
             end += length
             if first < end:
                 return name
-        raise AssertionError("the lengths are those of the sums")
+        raise AssertionError("a checksum that differs belongs to no tensor: the checksums do not match the lengths")
 
 
 def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ class FiniteCheck:
         self._ends: dict[str, torch.Tensor] = {}  # name -> the minimum and maximum, or NaN if a value is not finite
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor's current values. The last call for a name counts."""
+        """Check a tensor's current values. A later call with the same name replaces the earlier result."""
         if tensor.numel() == 0:
             return
         tensor = tensor.detach()

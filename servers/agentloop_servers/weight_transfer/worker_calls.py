@@ -169,7 +169,7 @@ def answers_of(answers: Sequence[T], errors: Sequence[str]) -> list[T]:
     """Return the results of all ranks in rank order. Raises EngineError for the first failed rank."""
     for rank, error in enumerate(errors):
         if error:
-            raise EngineError(f"rank {rank}: {error}")
+            raise EngineError(f"worker rank {rank} failed: {error}")
     return list(answers)
 
 

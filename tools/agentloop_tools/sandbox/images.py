@@ -99,7 +99,10 @@ class ImageStore:
                 )
         digest = (await _output("skopeo", "inspect", "--format", "{{.Digest}}", reference)).strip()
         if not re.fullmatch(r"\w+:\w+", digest):
-            raise ToolLost(f"image {reference}: skopeo returned {digest[:80]!r} instead of a digest")
+            raise ToolLost(
+                f"image {reference}: 'skopeo inspect' printed {digest[:80]!r} instead of a digest: run it on this"
+                " host to find the cause"
+            )
         bundle = self._folder / digest.replace(":", "-")
         if not bundle.is_dir():
             await self._unpack(reference, bundle)

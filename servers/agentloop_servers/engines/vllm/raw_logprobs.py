@@ -35,7 +35,8 @@ def install(model_runner: Any, mode: str) -> None:
     sampler = getattr(model_runner, "rejection_sampler" if has_drafts else "sampler", None)
     if not isinstance(sampler, torch.nn.Module):
         raise UnsupportedParameter(
-            f"raw logprobs are not supported with vLLM's model runner {type(model_runner).__name__}",
+            f"raw logprobs are not supported with vLLM's model runner {type(model_runner).__name__}: set"
+            " engine.logprobs_mode to 'sampled'",
             param="logprobs_mode",
         )
     model, kept = model_runner.get_model(), _Kept(LogprobsMode(mode))

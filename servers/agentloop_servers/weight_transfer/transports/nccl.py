@@ -100,7 +100,9 @@ def _library(name: str = LIBRARY) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(name)
     except OSError as error:
-        raise EngineError(f"cannot load NCCL: {error}") from error
+        raise EngineError(
+            f"cannot load NCCL ({error}): install a torch build with CUDA, which provides it"
+        ) from error
     for symbol, arguments in _SIGNATURES.items():
         function = getattr(library, symbol)
         function.argtypes, function.restype = arguments, ctypes.c_int
@@ -172,14 +174,14 @@ class Communicator:
         `deadline_at` is in `time.monotonic`. The first broadcast opens connections, so it waits for the peers.
         """
         if self._handle is None:
-            raise NcclFailed("the communicator was aborted")
+            raise NcclFailed("the NCCL communicator was aborted: repeat the transfer with a new one")
         result = self._library.ncclBroadcast(address, address, num_bytes, _UINT8, root, self._handle, stream)
         self._finish_call("broadcast", result, deadline_at, check)
 
     def sum(self, address: int, *, stream: int, deadline_at: float, check: Callable[[], None]) -> None:
         """Enqueue the sum of one float32 over all ranks, in place."""
         if self._handle is None:
-            raise NcclFailed("the communicator was aborted")
+            raise NcclFailed("the NCCL communicator was aborted: repeat the transfer with a new one")
         result = self._library.ncclAllReduce(address, address, 1, _FLOAT32, _SUM, self._handle, stream)
         self._finish_call("sum", result, deadline_at, check)
 
@@ -205,7 +207,7 @@ class Communicator:
         state = ctypes.c_int(result)
         try:
             if self._handle is None:
-                raise NcclFailed("the communicator was aborted")
+                raise NcclFailed("the NCCL communicator was aborted: repeat the transfer with a new one")
             while True:
                 if state.value == _SUCCESS or state.value == _IN_PROGRESS:
                     _check(

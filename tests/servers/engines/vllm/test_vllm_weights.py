@@ -268,7 +268,7 @@ async def test_after_a_failed_commit_all_ranks_take_a_good_one(tmp_path: Path) -
         await engine.stage(WeightUpdate(1, str(tmp_path)))
         weights.unlink()
         await engine.pause(PauseMode.KEEP)
-        with pytest.raises(WeightUpdateFailed, match=r"rank 0: .* changed while the weights were staged"):
+        with pytest.raises(WeightUpdateFailed, match=r"worker rank 0 failed: .* changed while the weights were"):
             await engine.commit(1)
         await update(engine, 2, POLICY / "v1")
         await assert_holds(engine, POLICY / "v1", POLICY / "v0")
