@@ -655,7 +655,7 @@ class Trajectory:
         """Indices in `paths` of the paths that `credit` gives the trajectory's reward, ascending."""
         if self.credit is Credit.TRAJECTORY:
             return tuple(range(len(self.paths)))
-        is_main = self.credit is Credit.MAIN  # of each agent of a loop
+        is_main = self.credit is Credit.MAIN  # each agent of a loop has a main conversation
         return _linked(self.paths, _SAME_AGENT if is_main else _SAME_AGENT | {PathKind.DELEGATES})
 
     @property

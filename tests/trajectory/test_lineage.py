@@ -56,7 +56,7 @@ def test_a_summary_in_place_of_the_history_leads_to_the_final_answer(num_before,
         played,
         TASK[0],
         user(f"Summary of the work so far:\n<summary>{SUMMARY}</summary>"),
-        replies=("I go on.",) * (num_after - 1) + (ANSWER,),
+        replies=("I continue.",) * (num_after - 1) + (ANSWER,),
     )
     record = record_of(played, task)
     assert kinds_of(record) == [(None, None), ("compacts", 0)]
@@ -70,7 +70,7 @@ def test_white_space_does_not_hide_a_quote_and_a_changed_word_does() -> None:
     for text, is_linked in ((SUMMARY.replace(" ", "\n  "), True), (SUMMARY.replace("three", "four"), False)):
         played = Played()
         talk(played, *TASK, replies=("I start.", SUMMARY))
-        talk(played, user(f"You did this: {text}"), replies=("I go on.", ANSWER))
+        talk(played, user(f"You did this: {text}"), replies=("I continue.", ANSWER))
         record = record_of(played, TASK)
         assert (num_credited_tokens(record) == record.num_sampled_tokens) is is_linked
         assert kinds_of(record)[1][0] == ("compacts" if is_linked else "unrelated")
@@ -81,7 +81,7 @@ def test_a_short_reply_is_no_quote() -> None:
         played = Played()
         reply = "x" * num_chars
         talk(played, *TASK, replies=(reply,))
-        talk(played, user(f"before {reply} after"), replies=("I go on.", ANSWER))
+        talk(played, user(f"before {reply} after"), replies=("I continue.", ANSWER))
         assert kinds_of(record_of(played, TASK))[1][0] == ("compacts" if is_linked else "unrelated")
 
 
@@ -90,7 +90,7 @@ def test_a_summary_by_a_separate_call_is_trained_too() -> None:
     history = talk(played, *TASK, replies=("I list the folder src of the repository.", "I measure three files."))
     transcript = "\n".join(message.content for message in history)
     talk(played, user(f"Summarize: {transcript}"), replies=(SUMMARY,))
-    after = talk(played, user(f"Continue from here: {SUMMARY}"), replies=("I go on.", ANSWER))
+    after = talk(played, user(f"Continue from here: {SUMMARY}"), replies=("I continue.", ANSWER))
     record = record_of(played, TASK)
     assert kinds_of(record) == [(None, None), ("compacts", 0), ("compacts", 1)]
     assert record.messages == tuple(after)
@@ -177,7 +177,7 @@ def test_a_late_side_call_on_the_old_history_does_not_undo_a_compaction() -> Non
     for is_last in (False, True):
         played = Played()
         history = talk(played, *TASK, replies=("I start.", SUMMARY))
-        after = [user(f"Continue from: {SUMMARY}"), assistant("I go on.")]
+        after = [user(f"Continue from: {SUMMARY}"), assistant("I continue.")]
         played.turn(after[-1], *after[:-1])
         if not is_last:
             played.turn(assistant("Memories."), *history, user("Extract memories."))
@@ -194,7 +194,7 @@ def test_a_monitor_that_quotes_the_answer_takes_nothing_away() -> None:
     played = Played()
     talk(played, *TASK, replies=("I start.", SUMMARY))
     monitor = talk(played, user("You monitor an agent."), replies=("I watch.",))
-    after = talk(played, user(f"Continue from: {SUMMARY}"), replies=("I go on.", ANSWER))
+    after = talk(played, user(f"Continue from: {SUMMARY}"), replies=("I continue.", ANSWER))
     played.turn(assistant("Logged."), *monitor, user(f"It said: {ANSWER}"))
     for task in ((), TASK):
         record = record_of(played, task)
@@ -227,7 +227,7 @@ def test_a_second_compaction_follows_the_first_although_it_quotes_both_summaries
     played = Played()
     other = "Then I measured all three files: the corpus is the largest of them."
     talk(played, *TASK, replies=("I start.", SUMMARY))
-    talk(played, user(f"Continue from: {SUMMARY}"), replies=("I go on.", other))
+    talk(played, user(f"Continue from: {SUMMARY}"), replies=("I continue.", other))
     talk(played, user(f"Continue from: {SUMMARY} {other}"), replies=("I finish.", ANSWER))
     assert kinds_of(record_of(played, TASK)) == [(None, None), ("compacts", 0), ("compacts", 1)]
 
@@ -290,7 +290,7 @@ def test_a_changed_system_message_continues_only_with_an_echoed_turn() -> None:
     played = Played()
     history = talk(played, *TASK, replies=("I start.",))
     played.turn(assistant("title"), system("Name it."), TASK[1])
-    played.turn(assistant(ANSWER), system("It is Tuesday."), *history[1:], user("go on"))
+    played.turn(assistant(ANSWER), system("It is Tuesday."), *history[1:], user("continue"))
     record = record_of(played)
     assert kinds_of(record) == [(None, None), ("unrelated", None), ("continues", 0)]
 
@@ -311,7 +311,7 @@ def test_an_ambiguous_history_continues() -> None:
     match = played.ask(*TASK)
     for _ in range(2):
         played.commit(match, assistant("the same"), observed_ids=[1, 2])
-    played.turn(assistant(ANSWER), *TASK, assistant("the same"), user("go on"))
+    played.turn(assistant(ANSWER), *TASK, assistant("the same"), user("continue"))
     record = record_of(played)
     assert [kind for kind, _ in kinds_of(record)] == [None, "retries", "continues"]
     assert record.messages[-1].content == ANSWER
@@ -344,7 +344,7 @@ def test_a_declared_parent_that_takes_more_turns_has_delegated() -> None:
 def test_the_kind_of_a_declared_parent_can_be_declared() -> None:
     played = Played()
     talk(played, *TASK, replies=("I start.", SUMMARY))
-    after = talk(played, user(f"Continue from: {SUMMARY}"), replies=("I go on.", ANSWER))
+    after = talk(played, user(f"Continue from: {SUMMARY}"), replies=("I continue.", ANSWER))
     declaration = Declaration(parent_turn="n0", kind=PathKind.DELEGATES)
     talk(played, user("agent"), replies=("Done.",), declaration=declaration)
     record = record_of(played)
