@@ -84,6 +84,7 @@ MAX_REFERENCE_DEPTH = 32
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_WAIT_S = 60.0
 MAX_HOLD_S = 7 * 24 * 3600.0
+MAX_HELD_REPLICAS = 4096
 DEFAULT_HOLD_S = 3600.0
 HOLD_LEASE_S = 60.0  # a hold ends after this time without a renewal
 MAX_PAGE = 256  # trajectories per read
@@ -638,7 +639,7 @@ class HoldBody(Body):
     """The body of `POST /admin/hold`: keep replicas at the served weight version."""
 
     hold_id: Id
-    replicas: Annotated[int, Field(ge=1)]
+    replicas: Annotated[int, Field(ge=1, le=MAX_HELD_REPLICAS)]
     timeout_s: Annotated[float, Field(gt=0, le=MAX_HOLD_S)] = DEFAULT_HOLD_S
     lease_s: Annotated[float, Field(gt=0, le=MAX_HOLD_S)] = HOLD_LEASE_S
 

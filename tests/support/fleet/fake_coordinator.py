@@ -344,6 +344,8 @@ class FakeCoordinator:
         return self.holds[0]
 
     async def renew_hold(self, hold_id: str, lease_s: float) -> ReplicaHold:
+        if not self.holds:
+            raise NotFound(f"the hold {hold_id} is not in force", param="hold_id")
         [hold] = self.holds
         self.holds = self.holds if lease_s else ()
         return hold
