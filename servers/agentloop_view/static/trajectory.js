@@ -67,34 +67,25 @@ function Facts({ record, annotations, seq }) {
 }
 
 function Paths({ paths, place, seq, query }) {
-  const parentOf = (path) => (path.lineage ? path.lineage.parent : path.parent);
-  const children = new Map();
-  paths.forEach((path, number) => {
-    children.set(parentOf(path), [...(children.get(parentOf(path)) ?? []), number]);
-  });
-  const rows = (parent, depth) =>
-    (children.get(parent) ?? []).flatMap((number) => [{ number, depth }, ...rows(number, depth + 1)]);
+  const row = (path, number, depth) => [{ path, number, depth }, ...rows(number, depth + 1)];
+  const isChild = (path, parent) => (path.lineage ?? path).parent === parent;
+  const rows = (parent, depth) => paths.flatMap((path, at) => (isChild(path, parent) ? row(path, at, depth) : []));
   return html`<section>
-    <h2>Paths</h2>
-    <ul class="paths">
-      ${rows(null, 0).map(({ number, depth }) => {
-        const path = paths[number];
+    <h2>Paths</h2><ul class="paths">
+      ${rows(null, 0).map(({ path, number, depth }) => {
+        const { agent, lineage, split_reason, split_detail, response_mask } = path;
         const about = [
-          `${plural(path.response_mask.filter(Boolean).length, "token")} in the mask`,
-          plural(path.turns.length, "turn"),
+          split_reason,
+          `${plural(response_mask.filter(Boolean).length, "token")} in the mask, ${plural(path.turns.length, "turn")}`,
           path.num_shared > 0 && `${plural(path.num_shared, "token")} shared with path ${path.parent}`,
-          !path.is_trainable && "not for training",
-          path.reward !== null && `reward ${reward(path.reward)}`,
+          ...[!path.is_trainable && "not for training", path.reward !== null && `reward ${reward(path.reward)}`],
         ];
-        const indent = (row) => row && (row.style.marginLeft = `${1.5 * depth}em`);
-        const { lineage, split_reason, split_detail } = path;
-        return html`<li key=${number} ref=${indent}>
+        return html`<li key=${number} ref=${(item) => item && (item.style.marginLeft = `${1.5 * depth}em`)}>
           <a href=${link(`trajectory/${seq}`, { ...query, path: number })} aria-current=${number === place}>
-            path ${number}${path.agent && `, agent ${path.agent}`}${lineage && html`: <strong>${lineage.kind}</strong>`}
+            path ${number}${agent && `, agent ${agent}`}${lineage && html`: <strong>${lineage.kind}</strong>`}
           </a>
-          ${" "}<span class="quiet">${[split_reason, ...about].filter(Boolean).join(", ")}</span>
-          ${lineage?.evidence && html`<div class="detail">${lineage.evidence}</div>`}
-          ${split_detail && html`<div class="detail">${split_detail}</div>`}
+          ${" "}<span class="quiet">${about.filter(Boolean).join(", ")}</span>
+          ${[lineage?.evidence, split_detail].filter(Boolean).map((text) => html`<div class="detail">${text}</div>`)}
         </li>`;
       })}
     </ul>

@@ -305,7 +305,8 @@ def js_string(text: str) -> str:
 
 async def test_what_a_model_wrote_stays_text(browser: Browser) -> None:
     records = await records_of(browser)
-    (told, *_) = [one for one in records if one["answer"].startswith("I do not know. <img")]
+    answers = [one for one in records if one["task_id"] != "delegated"]  # its answer is in a later path
+    (told, *_) = [one for one in answers if one["answer"].startswith("I do not know. <img")]
     (asked, *_) = [one for one in records if one["task_id"] == "two_calls-005"]
     for one, role in ((told, "assistant"), (asked, "user")):
         await browser.open(f"trajectory/{one['seq']}", ".messages pre")
