@@ -272,8 +272,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.config.service",
         "agentloop_servers.config.models",
         "agentloop_servers.engines.common",
-        "agentloop_servers.engines.vllm",  # `doctor` shows an engine's command line
-        "agentloop_servers.processes.engine_parts",
         "agentloop_servers.cluster.host",
         "agentloop_servers.local",
         "agentloop_servers.run.locks",

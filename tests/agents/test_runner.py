@@ -232,8 +232,9 @@ async def test_no_process_outlives_its_command(service: FakeSessions, monkeypatc
     marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
     monkeypatch.setenv(marker, "1")
     program = AgentProgram.command(f"{COMMAND} {order} {marker}", grace_s=0.3)
-    await roll_out(service, program, tasks_of(2, timeout_s=3.0))
-    reason = StopReason.DEADLINE if order == "hang" else StopReason.COMPLETED
+    is_hanging = order == "hang"
+    await roll_out(service, program, tasks_of(2, timeout_s=3.0 if is_hanging else 200.0))
+    reason = StopReason.DEADLINE if is_hanging else StopReason.COMPLETED
     assert {record.stop_reason for record in service.records} == {reason}
     assert await asyncio.to_thread(processes_with, marker) == []
 

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import platform
-import shlex
 import shutil
 import socket
 import subprocess
@@ -38,10 +37,8 @@ from agentloop_servers.cluster.host import NICENESS
 from agentloop_servers.config.models import with_model_folders
 from agentloop_servers.config.service import ServiceConfig, located, model_sizes, weight_bytes
 from agentloop_servers.engines.common.versions import DRIVEN, objection
-from agentloop_servers.engines.vllm.config import engine_arguments
-from agentloop_servers.engines.vllm.extra_arguments import command_line
-from agentloop_servers.processes.engine_parts import vllm_config
 
+ENGINE_COMMAND = "agentloop_servers.processes.engine_parts:vllm_command"
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 PROCESS_GIB = 1.5  # per replica on a CPU: two Python processes with torch and an engine
 MIN_FREE_DISK_GIB = 1.0
@@ -316,14 +313,12 @@ def _engine_commands(config: ServiceConfig) -> Iterator[Check]:
     """Show the command line of each vLLM pool with `engine.arguments`. Imports vLLM."""
     for entry in config.entries:
         if entry.kind == "vllm" and entry.arguments and importlib.util.find_spec("vllm") is not None:
-            name = f"engine {entry.name}"
+            # Loaded only here: `doctor` also runs where no engine and no Ray is installed.
+            command_of = cast(Callable[..., str], resolve(ENGINE_COMMAND, param="engine.arguments"))
             try:
-                arguments = engine_arguments(vllm_config(config, entry))
+                yield Check(f"engine {entry.name}", True, command_of(config, entry))
             except (AgentLoopError, ValueError) as error:
-                yield Check(name, False, str(error))
-            else:
-                model = arguments.pop("model")
-                yield Check(name, True, shlex.join(["vllm", "serve", model, *command_line(arguments)]))
+                yield Check(f"engine {entry.name}", False, str(error))
 
 
 def _memory_of(config: ServiceConfig) -> Iterator[Check]:

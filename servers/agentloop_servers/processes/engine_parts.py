@@ -5,6 +5,7 @@ Functions with an optional `entry` use the config's first engine pool by default
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,8 +19,9 @@ from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.cluster.host import THREADS
 from agentloop_servers.config.engines import EngineEntry
 from agentloop_servers.config.service import ServiceConfig, model_sizes
-from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
+from agentloop_servers.engines.vllm.config import Speculative, VllmConfig, engine_arguments
 from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.engines.vllm.extra_arguments import command_line
 from agentloop_servers.engines.vllm.process import OtherHosts
 from agentloop_servers.processes.placement import number_of_replicas
 
@@ -106,6 +108,12 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
         speculative=None if entry.speculative is None else Speculative(**entry.speculative.model_dump()),
         has_metrics=config.metrics.engine,
     )
+
+
+def vllm_command(config: ServiceConfig, entry: EngineEntry) -> str:
+    """Return the `vllm serve` command line of an engine pool. Imports vLLM; raises the errors of its arguments."""
+    arguments = engine_arguments(vllm_config(config, entry))
+    return shlex.join(["vllm", "serve", arguments.pop("model"), *command_line(arguments)])
 
 
 def process_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:

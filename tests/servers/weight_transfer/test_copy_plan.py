@@ -227,7 +227,7 @@ def unknown(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
         (replaced_storage, "replaces parameter layer.weight"),
         (re_laid_out, "replaces parameter layer.weight"),
         (swallowing, "bias gets computed values"),
-        (unknown, "KeyError 'c'"),
+        (unknown, "raised KeyError: 'c'"),
     ],
 )
 def test_everything_else_is_refused_and_leaves_no_trace(load: Loader, reason: str) -> None:
