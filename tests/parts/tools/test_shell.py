@@ -305,7 +305,8 @@ async def test_a_task_with_files_that_cannot_be_there_is_invalid() -> None:
     engines = {"sim://a": HangingEngine("Done.")}
     async with running_worker(feeder, engines, tools=[ShellTool()]), asyncio.timeout(60):
         await feeder.is_done.wait()
-    assert feeder.records["t/0"].error == "invalid_request: tool 'shell': file: Extra inputs are not permitted"
+    problem = "tool 'shell': tool_setup.shell.file: Extra inputs are not permitted"
+    assert feeder.records["t/0"].error == f"invalid_request: {problem}"
 
 
 @isolates
