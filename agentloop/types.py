@@ -677,20 +677,18 @@ class Trajectory:
 
         Raises ValueError for a record without paths.
         """
-        begin = [index for index in self.main_conversation if self.paths[index].lineage is None]
-        while True:
-            # A later side call on the history before a compaction is not the final answer.
-            places = _linked(self.paths, _SAME_TALK, begin)
-            begin = [
-                index
-                for index in self.main_conversation
-                if (lineage := self.paths[index].lineage) is not None
-                and lineage.kind is PathKind.COMPACTS
-                and lineage.parent in places
-                and index not in places
-            ][-1:]
-            if not begin:
-                return max(places)
+        main = self.main_conversation
+        lineages = {index: self.paths[index].lineage for index in main}
+        compactions = {
+            index: lineage.parent
+            for index, lineage in lineages.items()
+            if lineage is not None and lineage.kind is PathKind.COMPACTS
+        }
+        places = _linked(self.paths, _SAME_TALK, [index for index, lineage in lineages.items() if lineage is None])
+        # A later side call on the history before a compaction is not the final answer.
+        while after := [index for index, parent in compactions.items() if parent in places and index not in places]:
+            places = _linked(self.paths, _SAME_TALK, after[-1:])
+        return max(places)
 
     @property
     def num_uncredited_tokens(self) -> int:

@@ -120,10 +120,7 @@ class GrowingPath:
     @property
     def last_turn_id(self) -> str | None:
         """The id of the last sampled turn: its number in the rollout, as text; None before the first."""
-        if self._turn is not None and self._turn.reply is not None:
-            return self._next_id
-        num_turns = self._graph.num_turns
-        return f"{self.prefix}{num_turns - 1}" if num_turns else None
+        return f"{self.prefix}{self.num_turns - 1}" if self.num_turns else None
 
     @property
     def num_turns(self) -> int:

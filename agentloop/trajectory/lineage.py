@@ -24,9 +24,9 @@ def with_lineage(
 ) -> tuple[TokenPath, ...]:
     """Return the paths with their `lineage`. `nodes` are the turns of the trajectory in the order of their commits.
 
-    The main conversation begins with `task_messages`. If there are none, or no conversation begins with them, it is
-    the one without a parent that has, together with the conversations that compact it, the most turns, then the
-    most sampled tokens, then the first start.
+    The main conversation begins with `task_messages`. Without task messages, or if no conversation begins with
+    them, it is the conversation without a parent that has, together with the conversations that compact it, the
+    most turns, then the most sampled tokens, then the first start.
     """
     if len(paths) < 2:
         return tuple(paths)
@@ -164,8 +164,8 @@ class _Lineages:
             return None
         earlier = [
             number
-            for number, node in enumerate(self._nodes[: talk.first_turn])
-            if self._of_place[self._owner[node.node_id]].declaration.agent == mine.parent_agent
+            for number in range(min(talk.first_turn, len(self._nodes)))
+            if self._talk_of(number).declaration.agent == mine.parent_agent
         ]
         if not earlier:
             return None

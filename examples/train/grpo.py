@@ -39,7 +39,7 @@ class Recipe:
     max_staleness: int = 4  # versions that a trained token may be behind; 0: synchronous
     over_provision: float = 0.0  # groups unfinished as a step begins, for each that it takes; 0: as many as may be
     carry: str = "next"  # with it: what becomes of groups that are not whole when a step is, as `Carry` says
-    max_replaced: int = 0  # with it: groups with equal rewards that a step may replace by groups of further tasks
+    max_replaced: int = 0  # groups with equal rewards that a step may replace, if `over_provision` is set
     loss: str = "ppo"  # or "cispo", or "distill": PPO's, with a teacher's advantages in place of the rewards'
     learning_rate: float = 1e-4
     num_warmup_steps: int = 5  # at least 1
@@ -75,20 +75,20 @@ class Step:
     loss: float
     grad_norm: float
     mismatch: Mismatch  # of the trainer's logprobs to the recorded ones
-    k3_by_lag: dict[str, float]  # of the tokens that were sampled so many versions before the one that is trained
+    k3_by_lag: dict[str, float]  # k3 by the number of versions between sampling and training
     num_crossed: int  # trajectories with tokens of several versions
     num_replaced: int  # groups without signal that are in no step
-    tasks: tuple[str, ...]  # of its groups
+    tasks: tuple[str, ...]  # the tasks of the trained groups
 
 
 @dataclass(slots=True)
 class Training:
-    """A run in progress: what a checkpoint has to save, with the weights, so that another process continues."""
+    """The state of a run that a checkpoint saves with the weights, so that another process can continue it."""
 
     optimizer: torch.optim.Optimizer
     version: int  # the weights' version in the service
     steps: list[Step] = field(default_factory=list)
-    position: str | None = None  # of the last trained batch, as in `agentloop.client.Batch`
+    position: str | None = None  # `agentloop.client.Batch.position` after the last trained batch
 
 
 CHUNK = 4096  # tokens whose logits of the vocabulary are in memory at a time: 2.5 GB for 152,000 ids

@@ -86,7 +86,7 @@ class Run:
         if is_resumed:
             for folder in (self.run_dir / "evaluations").glob("step-*"):
                 if int(folder.name.rpartition("-")[2]) > len(training.steps):
-                    shutil.rmtree(folder)  # of weights that are lost
+                    shutil.rmtree(folder)  # its weights are lost: they were trained after the checkpoint
             version = f"version {training.version}{', pushed' * is_pushed}"
             self.say(f"resume   after step {len(training.steps)} as {version}")
         else:

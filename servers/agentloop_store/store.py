@@ -135,7 +135,7 @@ class VersionStore:
     # Helpers
 
     def _pointed(self) -> int | None:
-        """Return the version in the pointer file; None if there is none. Raises WrongRun or VersionDamaged."""
+        """Return the version in the pointer file; None without the file. Raises WrongRun or VersionDamaged."""
         text = self._read(f"{self._folder}/{POINTER}", _MAX_POINTER_BYTES)
         if text is None:
             return None

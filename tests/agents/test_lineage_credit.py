@@ -144,7 +144,7 @@ async def test_declared_parents(service: ChatService) -> None:
         inner = {"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}
         await Talk(base_url, api_key, **inner).say("inner agent: [work]")
         await talk.say("[work]")
-        await Talk(base_url, api_key, **{"x-parent-turn": talk.turn_id}).say("go on: [work]", "[done]")
+        await Talk(base_url, api_key, **{"x-parent-turn": talk.turn_id}).say("continue: [work]", "[done]")
 
     record = await record_of(service, agent)
     links = [path.lineage for path in record.paths]

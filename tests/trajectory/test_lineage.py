@@ -357,7 +357,7 @@ def test_declared_agents_are_linked_to_the_agent_that_started_them() -> None:
     history = talk(played, *TASK, replies=("I delegate.",))
     mine = Declaration(agent="a1", parent_agent="")
     talk(played, user("agent"), replies=("Call b.",), declaration=mine)
-    # The same opening as the main agent's: only the declaration tells them apart.
+    # The same opening as the main agent's: only the declaration distinguishes them.
     talk(played, *TASK, user("inner"), replies=("Done.",), declaration=Declaration(agent="b", parent_agent="a1"))
     talk(played, user("agent, after its compaction"), replies=("No.",), declaration=mine)
     history += [user("Done."), assistant(ANSWER)]

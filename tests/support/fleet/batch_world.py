@@ -106,7 +106,7 @@ class _Insisting:
         return await self._world.insist(lambda: self._front.acknowledge(rollout_id, cursor))
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
-        """Return the status of a rollout. Raises NotFound for one that was never submitted, without a retry."""
+        """Return the status of a rollout. Raises NotFound, without a retry, if it was never submitted."""
         if rollout_id not in self._world.ledger.accepted:
             raise NotFound(f"unknown rollout {rollout_id}")
         return (await self._world.insist(lambda: self._front.read(rollout_id, 1 << 60, 1, 0.0))).decoded().status

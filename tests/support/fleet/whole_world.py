@@ -532,7 +532,7 @@ class WholeWorld(World):
         mine = Declaration(agent="helper", parent_agent="")
         helper, _ = await say((), "help", mine)
         for _ in range(rng.randint(0, 2)):
-            helper, _ = await say(helper, "go on", mine)
+            helper, _ = await say(helper, "continue", mine)
         main, last = await say(main, f"helped: {helper[-1].content}")
         is_quoted = len(last.reply.content) >= MIN_QUOTE_CHARS and rng.random() < 0.5
         self.history.counts["linked by a quote" if is_quoted else "linked by a header"] += 1
