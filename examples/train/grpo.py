@@ -34,6 +34,7 @@ class Recipe:
     """The settings of one training run. A step trains on `num_groups` tasks of `group_size` samples each."""
 
     num_steps: int = 90
+    max_s: float | None = None  # with `over_provision`: the step that ends after this time is the last one
     num_groups: int = 16
     group_size: int = 8
     max_staleness: int = 4  # versions that a trained token may be behind; 0: synchronous
@@ -126,7 +127,11 @@ async def train(
     optimizer, version, steps = training.optimizer, training.version, training.steps
     ready_at = time.monotonic()
     started_at = ready_at - (steps[-1].at_s if steps else 0.0)
-    async for offered in batches(client, tasks, recipe, len(steps), training.position):
+
+    def is_over() -> bool:
+        return recipe.max_s is not None and bool(steps) and steps[-1].at_s >= recipe.max_s
+
+    async for offered in batches(client, tasks, recipe, len(steps), training.position, is_over):
         batch = offered.groups
         got_at = time.monotonic()
         # One row for each token path. Advantage: the reward minus its group's mean. What failed is in neither.
@@ -184,8 +189,12 @@ async def batches(
     recipe: Recipe,
     num_done: int = 0,
     resume: str | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[Batch]:
-    """Yield complete groups, `num_groups` at a time. `resume` is the position after `num_done` steps."""
+    """Yield complete groups, `num_groups` at a time, until `is_over`.
+
+    `resume` is the position after `num_done` steps.
+    """
     limit: dict[str, Any] = {"max_staleness": recipe.max_staleness, "on_stale": OnStale.MASK}
     if recipe.over_provision:
         sizes: dict[str, Any] = {"num_groups": recipe.num_groups, "num_samples": recipe.group_size}
@@ -193,6 +202,8 @@ async def batches(
         offer |= {"max_replaced": recipe.max_replaced, "resume": resume, "cancel_on_close": False}
         async with aclosing(client.batches(tasks, **sizes, **offer, **limit)) as steps:
             for _ in range(num_done, recipe.num_steps):
+                if is_over():
+                    break
                 if (step := await anext(steps, None)) is None:
                     return
                 resume = step.position

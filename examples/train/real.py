@@ -59,7 +59,7 @@ class Run:
         self.options, self.run_dir, self.client, self.console = options, run_dir, client, console
         self.log = log_of(options.log, run_dir, console)
         self.held_out, self.tasks = tasks_of_run(options)
-        self.saved_at = time.monotonic()
+        self.saved_at, self.num_steps = time.monotonic(), 0  # finished steps
 
     async def evaluated(self, name: str, priority: int) -> Evaluation:
         """Evaluate the served policy on the held-out tasks, unless an earlier process has."""
@@ -73,7 +73,7 @@ class Run:
         if name == "before" and not figures.num_mixed:
             self.say("hint     no task has passed and failed samples, so groups have no signal: try --shots 3")
         if figures.pass_at_1 is not None:
-            step = int(name.rpartition("-")[2]) if "-" in name else self.options.steps * (name == "after")
+            step = int(name.rpartition("-")[2]) if "-" in name else self.num_steps
             self.log(step, {"held_out/pass_at_1": figures.pass_at_1.mean})
         return found
 
@@ -93,11 +93,13 @@ class Run:
             await self.evaluated("before", FIRST_PRIORITY)
             training.position = BatchPosition(f"train-{self.run_dir.name}").encode()
             await self.save(model, training)
+        self.num_steps = len(training.steps)
         progress.advance(training.steps)
         async with asyncio.TaskGroup() as evaluations:
 
             async def after_step() -> None:
                 step, number = training.steps[-1], len(training.steps)
+                self.num_steps = number
                 self.log(number, numbers_of(step))
                 if time.monotonic() - self.saved_at >= self.options.checkpoint_every_s:
                     await self.save(model, training)
@@ -137,7 +139,8 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
     names = {"groups": "num_groups", "steps": "num_steps"}
     chosen = ("steps", "groups", "group_size", "over_provision", "max_replaced", "max_staleness", "learning_rate")
     found = {names.get(name, name): getattr(options, name) for name in (*chosen, "seed", "loss", "compute")}
-    return Recipe(**found, num_warmup_steps=2)
+    max_s = None if options.max_minutes is None else 60 * options.max_minutes
+    return Recipe(**found, max_s=max_s, num_warmup_steps=2)
 
 
 @asynccontextmanager
@@ -204,6 +207,7 @@ def parser_of_run() -> argparse.ArgumentParser:
     add("--samples", type=int, default=4, help="samples of each of them")
     add("--eval-every", type=int, default=5, help="steps between evaluations next to the training; 0: none")
     add("--steps", type=int, default=10)
+    add("--max-minutes", type=float, help="of training: the step that ends after this time is the last one")
     add("--groups", type=int, default=8, help="tasks of a step")
     add("--group-size", type=int, default=8, help="samples of a task")
     add(

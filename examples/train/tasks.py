@@ -12,7 +12,7 @@ from random import Random
 
 from agentloop.errors import InvalidRequest
 from agentloop.rollout.environment import load_environment, tasks_of
-from agentloop.types import Limits, Message, RolloutTask
+from agentloop.types import Limits, Message, RolloutTask, ToolCall
 from examples.tiny_policy.tasks import Problem, problems
 
 LIMITS = Limits(max_turns=8, max_tokens_per_turn=64)  # an exploring policy may not stop; good turns have 40 at most
@@ -95,12 +95,18 @@ def _question(task: RolloutTask) -> tuple[str, ...]:
 
 
 def _solved(task: RolloutTask) -> Iterator[Message]:
-    """Return the messages of a task with its published answer."""
+    """Return the messages of a task with its published answer: one turn, of text or of tool calls."""
     turns = load_environment(task.environment or "").kind.gold(task) or ()
-    if len(turns) != 1 or not isinstance(turns[0], str):
-        raise InvalidRequest(f"{task.task_id} has no published answer that is one text: use --shots 0")
+    if len(turns) != 1:
+        raise InvalidRequest(f"{task.task_id} has no published answer of one turn: use --shots 0")
+    answer = turns[0]
     yield from (message for message in task.messages if message.role != "system")
-    yield Message("assistant", turns[0])
+    if isinstance(answer, str):
+        yield Message("assistant", answer)
+    else:
+        calls = [answer] if isinstance(answer, ToolCall) else answer
+        numbered = (replace(call, id=f"{task.task_id}-{number}") for number, call in enumerate(calls))
+        yield Message("assistant", tool_calls=tuple(numbered))
 
 
 def _of_family(stream: Iterator[Problem], family: str | None) -> Iterator[Problem]:

@@ -21,14 +21,18 @@ from rich.console import Console
 from agentloop.api.facts import FactsQuery
 from agentloop.client import RolloutClient
 from agentloop.errors import InvalidRequest
+from agentloop.parsers.base import DecodedText
 from agentloop.rollout import Environment
 from agentloop.types import Limits, Message, RolloutTask
 from agentloop.values.mismatch import mismatch
+from agentloop_servers.chat_format.load import load_chat_format
+from agentloop_servers.config.service import ServiceConfig
 from examples.train import grpo
 from examples.train.checkpoint import load_checkpoint, save_checkpoint, serve_weights
 from examples.train.grpo import Recipe, Step, Training, logprobs_of, optimizer_of, train_step
 from examples.train.tasks import environment_tasks, training_tasks
 from tests.parts.examples.test_train import ablations, groups, rows, service  # noqa: F401 - fixtures
+from tests.support.families.table import write_family
 from tests.support.service.whole_service import simulated_config, whole_service
 from tests.support.transfer.adapters import POLICY, shipped_policy
 
@@ -101,10 +105,30 @@ def test_generated_tasks_come_from_other_seeds() -> None:
     assert [message.role for message in held_out[0].messages] == ["system", "user", "assistant", "user"]
 
 
+def test_shown_answers_may_be_tool_calls() -> None:
+    pytest.importorskip("bfcl_eval")
+    [held_out], _ = environment_tasks("bfcl:simple_python", 1, num_shown=1)
+    assert [message.role for message in held_out.messages] == ["user", "assistant", "user"]
+    [call] = held_out.messages[1].tool_calls
+    assert call.id.endswith("-0")
+    assert call.name
+    assert call.arguments
+
+
+def test_the_gpu_config_reads_the_calls_that_the_coder_models_write(tmp_path: Path) -> None:
+    family = write_family(tmp_path, "qwen2_5")
+    config = ServiceConfig.load(real.HERE / "real_gpu.yaml")
+    chat = load_chat_format(family, config.chat)
+    assert (chat.name, chat.renderer.facts.supports_tools) == ("derived", True)
+    text = '```json\n{\n  "name": "area",\n  "arguments": {\n    "base": 10\n  }\n}\n```'
+    turn = chat.parser.parse(DecodedText(text, ()), (), 0)
+    assert [(call.name, call.arguments) for call in turn.calls] == [("area", {"base": 10})]
+
+
 def test_task_sets_that_cannot_be_split_or_shown_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"all 60 tasks of .* are held out: choose a lower --held-out"):
         next(environment_tasks(ENVIRONMENT, 60)[1])
-    with pytest.raises(InvalidRequest, match="has no published answer that is one text: use --shots 0"):
+    with pytest.raises(InvalidRequest, match="has no published answer of one turn: use --shots 0"):
         environment_tasks("examples.14_shop:Shop", 1, num_shown=1)
 
 

@@ -81,6 +81,14 @@ async def test_steps_that_are_offered_more_are_as_many_and_as_large(service):
     assert sizes == [[4, 4], [4, 4]]
 
 
+async def test_the_step_that_ends_after_the_time_limit_is_the_last(service):
+    recipe = replace(SMALL, over_provision=1.0, max_s=1e-9)
+    async with RolloutClient(service) as client:
+        steps = await train(client, shipped_policy(), short_tasks(9), recipe)
+        assert len(steps) == 1
+        assert not [rollout for rollout in (await client.status()).rollouts if rollout.num_running]
+
+
 def cut(row: TrainingRow, num_tokens: int) -> TrainingRow:
     """Return the row without its last tokens."""
     end = len(row.input_ids) - num_tokens
