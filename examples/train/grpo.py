@@ -34,7 +34,7 @@ class Recipe:
     """The settings of one training run. A step trains on `num_groups` tasks of `group_size` samples each."""
 
     num_steps: int = 90
-    max_s: float | None = None  # with `over_provision`: the step that ends after this time is the last one
+    max_s: float | None = None  # the first step that ends later is the last one; needs `over_provision`
     num_groups: int = 16
     group_size: int = 8
     max_staleness: int = 4  # versions that a trained token may be behind; 0: synchronous
@@ -258,7 +258,7 @@ def train_step(
         trained.append(logprobs.numpy(force=True))
         versions += [row.versions[row.mask] for row in group]
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-    if rows:
+    if rows and torch.isfinite(grad_norm):  # otherwise every weight would become NaN
         optimizer.step()
     old, new, sampled_by = np.concatenate(recorded), np.concatenate(trained), np.concatenate(versions)
     found = mismatch(old, new, clip_range=(recipe.clip_low, recipe.clip_high))
@@ -293,9 +293,11 @@ def logprobs_of(model: Any, rows: Sequence[TrainingRow]) -> torch.Tensor:
     ids = ids.to(device)
     read = model.model(prompt[None], use_cache=True)
     read.past_key_values.batch_repeat_interleave(len(rows))
-    response = model.model(ids[:, :-1], past_key_values=read.past_key_values, use_cache=True)
-    end_of_prompt = read.last_hidden_state[:, -1:].expand(len(rows), -1, -1)
-    hidden = torch.cat([end_of_prompt, response.last_hidden_state], dim=1)[mask]
+    states = [read.last_hidden_state[:, -1:].expand(len(rows), -1, -1)]
+    if ids.shape[1] > 1:  # models refuse an empty input, after responses of one token
+        response = model.model(ids[:, :-1], past_key_values=read.past_key_values, use_cache=True)
+        states.append(response.last_hidden_state)
+    hidden = torch.cat(states, dim=1)[mask]
     parts = list(zip(hidden.split(CHUNK), ids[mask].split(CHUNK), strict=True))
     if len(parts) == 1:
         return head_logprobs(model, *parts[0])

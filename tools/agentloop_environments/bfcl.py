@@ -59,9 +59,10 @@ _BOUNDED = frozenset({"precision", "exponent", "decimal_places"})
 
 # Some methods use globals: mpmath's precision, and a dictionary that is returned and changed later.
 _one_call = Lock()
+_one_import = Lock()
 
 CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
-_AST_CHECKER = "bfcl_eval.eval_checker.ast_eval.ast_checker"
+AST_CHECKER = "bfcl_eval.eval_checker.ast_eval.ast_checker"
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 
 Calls = list[tuple[str, dict[str, JSON]]]
@@ -273,25 +274,27 @@ def _is_accepted(entry: BfclEntry, calls: Sequence[ToolCall]) -> bool:
     """Return BFCL's verdict on the calls of a single turn."""
     output = [{one.name: dict(one.arguments)} for one in calls]
     python = import_package("bfcl_eval.constants.enums", BFCL_COMMAND).Language.PYTHON
-    checker = _ast_checker()
+    checker = ast_checker()
     return bool(checker.ast_checker(entry.docs(), output, entry.gold, python, entry.category, "agentloop")["valid"])
 
 
-@cache
-def _ast_checker() -> ModuleType:
+def ast_checker() -> ModuleType:
     """Import the single-turn checker without the SDKs of all vendors, which it imports for one table."""
     name = "bfcl_eval.constants.model_config"
     stub = ModuleType(name)
     # Dots in the names of functions become underscores, as in `_tool_name`.
     vars(stub)["MODEL_CONFIG_MAPPING"] = {"agentloop": SimpleNamespace(underscore_to_dot=True)}
-    replaced = sys.modules.get(name)
-    sys.modules[name] = stub
-    try:
-        return import_package(_AST_CHECKER, BFCL_COMMAND)
-    finally:
-        del sys.modules[name]
-        if replaced is not None:
-            sys.modules[name] = replaced
+    with _one_import:  # samples are judged in threads, and each would replace the module of the others
+        if AST_CHECKER in sys.modules:
+            return sys.modules[AST_CHECKER]
+        replaced = sys.modules.get(name)
+        sys.modules[name] = stub
+        try:
+            return import_package(AST_CHECKER, BFCL_COMMAND)
+        finally:
+            del sys.modules[name]
+            if replaced is not None:
+                sys.modules[name] = replaced
 
 
 def _entry_of(kind: type[Environment], task: RolloutTask) -> BfclEntry:

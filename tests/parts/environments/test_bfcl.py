@@ -6,8 +6,10 @@ import asyncio
 import gc
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, Event
 
 import pytest
 
@@ -18,6 +20,7 @@ from agentloop.rollout.environment import load_environment
 from agentloop.testing import play
 from agentloop.types import RolloutTask, StopReason
 from agentloop_environments import bfcl
+from agentloop_environments.packages import import_package
 from tests.support.service.whole_service import simulated_config, whole_service
 
 pytest.importorskip("bfcl_eval", reason="needs bfcl-eval: docs/guides/published-tasks.md")
@@ -161,6 +164,23 @@ async def test_a_single_call_is_judged_and_not_run():
     ):
         record = await play("bfcl:simple_python", task, [turn])
         assert (record.reward, [one.role for one in record.messages]) == (reward, ["user", "assistant"])
+
+
+def test_samples_that_are_judged_at_once_import_the_checker_once(monkeypatch):
+    imported, barrier = [], Barrier(4)
+
+    def import_slowly(module, command):
+        Event().wait(0.05)  # the other threads arrive in this time
+        imported.append(module)
+        return import_package(module, command)
+
+    monkeypatch.setattr(bfcl, "import_package", import_slowly)
+    monkeypatch.delitem(sys.modules, bfcl.AST_CHECKER, raising=False)
+    with ThreadPoolExecutor(4) as threads:
+        checkers = list(threads.map(lambda _: (barrier.wait(), bfcl.ast_checker())[1], range(4)))
+    assert imported == [bfcl.AST_CHECKER]
+    assert len(set(checkers)) == 1
+    assert callable(checkers[0].ast_checker)
 
 
 def test_a_missing_package_and_an_unknown_category_are_one_line(monkeypatch):

@@ -21,6 +21,7 @@ from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import Limits, Message, RolloutTask
 from agentloop_trainers.batches import TrainingRow, group_rows
 from agentloop_verify.check_logprobs import check_logprobs, plain_references, versions_in
+from examples.train import grpo
 from examples.train.grpo import (
     Recipe,
     batches,
@@ -164,6 +165,27 @@ def test_logprobs_over_a_shared_prompt_are_those_of_the_whole_sequences(rows):
             under = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
             expected.append(under[torch.from_numpy(row.mask[1:])])
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=0)
+
+
+def test_responses_of_one_token_have_logprobs_too(rows):
+    model = shipped_policy()
+    first = [cut(row, len(row.input_ids) - row.num_prompt - 1) for row in rows[:4]]
+    with torch.inference_mode():
+        found = logprobs_of(model, first)
+        prompt = torch.from_numpy(first[0].input_ids[: first[0].num_prompt]).long()
+        ids = torch.tensor([int(row.input_ids[-1]) for row in first])
+        expected = model(prompt[None]).logits[0, -1].log_softmax(-1)[ids]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(rows, monkeypatch):
+    model = shipped_policy()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    lost = torch.tensor(float("nan"))
+    monkeypatch.setattr(grpo, "token_losses", lambda logprobs, *_: logprobs * lost)
+    found = train_step(model, grpo.optimizer_of(model, SMALL), rows, SMALL)
+    assert math.isnan(found["grad_norm"])
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo"])
