@@ -78,7 +78,9 @@ def image_of(data: bytes) -> Image:
     Raises InvalidRequest if it is too large or not PNG, JPEG, WebP or GIF.
     """
     if len(data) > MAX_IMAGE_BYTES:
-        raise InvalidRequest(f"an image has {len(data)} bytes; the maximum is {MAX_IMAGE_BYTES}")
+        raise InvalidRequest(
+            f"an image has {len(data)} bytes; the maximum is {MAX_IMAGE_BYTES}: send a smaller one"
+        )
     media_type(data)
     return Image(sha256(data).hexdigest(), data)
 

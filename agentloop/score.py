@@ -201,7 +201,10 @@ def scored_group(
     complete = [trajectory for trajectory in group if trajectory.is_complete]
     scores = list(function(complete)) if complete else []
     if len(scores) != len(complete):
-        raise RewardError(f"the function returned {len(scores)} scores for {len(complete)} complete trajectories")
+        raise RewardError(
+            f"the function returned {len(scores)} scores for {len(complete)} complete trajectories: return one "
+            "per trajectory"
+        )
     remaining = iter(scores)
     return [scored(each, score_of(next(remaining))) if each.is_complete else each for each in group]
 
@@ -244,10 +247,13 @@ def _check_lengths(score: PathScore, path: TokenPath, label: str) -> None:
     if not path.turns:
         raise RewardError(f"{label} has no turns, so it cannot have a score")
     if score.turns and len(score.turns) != num_turns:
-        raise RewardError(f"{label} has {num_turns} turns, but its score has {len(score.turns)} turn rewards")
+        raise RewardError(
+            f"{label} has {num_turns} turns, but its score has {len(score.turns)} turn rewards: give one per turn"
+        )
     if score.tokens is not None and len(score.tokens) != num_tokens:
         raise RewardError(
-            f"{label} has {num_tokens} response tokens, but its score has {len(score.tokens)} token rewards"
+            f"{label} has {num_tokens} response tokens, but its score has {len(score.tokens)} token rewards: "
+            "give one per token"
         )
 
 

@@ -101,14 +101,17 @@ def test_a_turn_takes_the_paths_away_that_own_it():
         ),
         (Score(10**400), "the reward must be finite, not inf"),
         (Score(paths={0: 1.0}), "the score of path 0 must be a PathScore, not float"),
-        (Score(main=PathScore(turns=(1.0,))), "path 1 has 2 turns, but its score has 1 turn rewards"),
+        (
+            Score(main=PathScore(turns=(1.0,))),
+            "path 1 has 2 turns, but its score has 1 turn rewards: give one per turn",
+        ),
         (
             Score(main=PathScore(turns=(1.0, float("nan")))),
             "the reward of turn 1 of the main path must be finite, not nan",
         ),
         (
             Score(main=PathScore(tokens=TOKENS[1:])),
-            "path 1 has 8 response tokens, but its score has 7 token rewards",
+            "path 1 has 8 response tokens, but its score has 7 token rewards: give one per token",
         ),
         (
             Score(main=PathScore(tokens=TOKENS * np.nan)),

@@ -88,7 +88,10 @@ class AgentProgram:
         """
         function = resolve(path, param="agent")
         if not callable(function):
-            raise InvalidRequest(f"{path!r} is not a function but a {type(function).__name__}", param="agent")
+            raise InvalidRequest(
+                f"{path!r} is not a function but a {type(function).__name__}: name a function of the module",
+                param="agent",
+            )
         return cls.of(cast(Callable[..., Any], function), name=path, grace_s=grace_s)
 
     @classmethod
@@ -126,7 +129,8 @@ class AgentProgram:
             ) from error
         if not arguments or shutil.which(arguments[0]) is None:
             raise InvalidRequest(
-                f"no such command: {template!r}: its program is not in PATH", param="agent_command"
+                f"no such command: {template!r}: its program is not in PATH; install it, or write its full path",
+                param="agent_command",
             )
         return cls(template, _Command(arguments, grace_s, withheld))
 

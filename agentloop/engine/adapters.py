@@ -82,7 +82,9 @@ class HeldAdapters:
         """
         held, demand = self._served.get(request.adapter), request.sampling.weight_version
         if held is None:
-            raise ModelNotFound(f"adapter {request.adapter!r} is not loaded in the engine", param="model")
+            raise ModelNotFound(
+                f"adapter {request.adapter!r} is not loaded in the engine: push it first", param="model"
+            )
         if demand is not None:
             demand.check(held.adapter.version)
         held.num_calls += 1

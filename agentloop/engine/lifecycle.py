@@ -122,7 +122,7 @@ class EngineLifecycle:
     def require_alive(self) -> None:
         """Raise EngineLost before the start and after the end."""
         if self.phase is EnginePhase.NEW:
-            raise EngineLost("the engine is not started")
+            raise EngineLost("the engine is not started: call start() first")
         if self.phase is EnginePhase.CLOSED:
             raise EngineLost(self._end_reason)
 

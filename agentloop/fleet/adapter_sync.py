@@ -121,7 +121,9 @@ class AdapterSync:
         Raises ModelNotFound if it is not served, and AdapterInUse while calls or rollouts use it.
         """
         if (adapter := self._of(name)) is None:
-            raise ModelNotFound(f"unknown adapter {shown_id(name)!r}: it is not served", param="name")
+            raise ModelNotFound(
+                f"unknown adapter {shown_id(name)!r}: it is not served; push it first", param="name"
+            )
         if name in self.in_use() or not await self._unload_on_all(adapter):
             raise AdapterInUse(
                 f"adapter {shown_id(name)!r} is used by calls or rollouts: retry after they finish", param="name"
@@ -231,7 +233,9 @@ class AdapterSync:
                 return one
         names = ", ".join(one.name for one in seen_adapters(self.served, (owner,) if owner else None))
         raise AdaptersFull(
-            f"all {num_places} adapter slots are in use: {names or 'by adapters of other owners'}", param="name"
+            f"all {num_places} adapter slots are in use: {names or 'by adapters of other owners'}; unload one, "
+            "or raise max_loras",
+            param="name",
         )
 
     async def _load_on_all(self, adapter: NamedAdapter) -> tuple[list[ReplicaProgress], NamedAdapter]:

@@ -87,7 +87,7 @@ class Holds:
         hold = self._holds.get(hold_id)
         if hold is None:
             reason = next((reason for name, reason in self._ended if name == hold_id), _UNKNOWN)
-            raise NotFound(f"the hold {hold_id} is not in force: {reason}", param="hold_id")
+            raise NotFound(f"the hold {hold_id} is not in force: {reason}; request another one", param="hold_id")
         shown = self._shown(hold_id, now)
         if lease_s > 0:
             hold.renewed_until = min(hold.ends_at, now + lease_s)

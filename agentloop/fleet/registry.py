@@ -241,7 +241,9 @@ class Fleet:
     def check_weights(self, needs: Needs) -> None:
         """Raise ModelNotFound if the adapter is not served, WeightVersionNotServed if the version does not fit."""
         if needs.adapter and needs.adapter not in self.adapters:
-            raise ModelNotFound(f"the adapter {shown_id(needs.adapter)!r} is no longer served", param="model")
+            raise ModelNotFound(
+                f"the adapter {shown_id(needs.adapter)!r} is no longer served: push it again", param="model"
+            )
         if needs.version is not None and not self.serves(needs.version, needs.adapter):
             needs.version.check(self.version_of(needs.adapter))
 

@@ -58,7 +58,7 @@ class ImagePlacer:
                 except InvalidRequest as error:
                     raise type(error)(error.message, param=f"messages.{index}.content") from error
         if len(placed) > MAX_IMAGES:
-            raise InvalidRequest(f"more than {MAX_IMAGES} images", param="messages")
+            raise InvalidRequest(f"the request has more than {MAX_IMAGES} images: send fewer", param="messages")
         return expanded(ids, placed) if placed else (list(ids), ())
 
     async def _tokens(self, name: str, ids: Sequence[int], asker: ImageAsker) -> ImageTokens:
@@ -66,9 +66,11 @@ class ImagePlacer:
             self._known.move_to_end(name)
             return ImageTokens(found[0], tuple(found[1].tolist()))
         if not self.takes_images:
-            raise UnsupportedParameter("this service's model takes no images")
+            raise UnsupportedParameter(
+                "this service's model takes no images: send text, or serve a vision-language model"
+            )
         if name not in asker.images:
-            raise InvalidRequest(f"the image {name} is named, and did not come")
+            raise InvalidRequest(f"image {name} is referenced in the messages but was not uploaded")
         request = GenerateRequest(asker.request_id, tuple(ids), SamplingParams(max_tokens=1), timeout_s=_TIMEOUT_S)
         image = asker.images[name]
         (tokens,) = await asker.engine.image_tokens(request, (image,), deadline=asker.deadline)

@@ -167,7 +167,10 @@ def _sources(directory: Path, config: Mapping[str, JSON]) -> tuple[str, str | No
     named = _named_templates(directory, config)
     default, tool_use = named.get("default"), named.get("tool_use")
     if not isinstance(default, str):
-        raise TemplateError(f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json")
+        raise TemplateError(
+            f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json; set "
+            "chat.template.file"
+        )
     return default, tool_use if isinstance(tool_use, str) else None
 
 

@@ -309,7 +309,7 @@ class TemplateRenderer(ModelText):
         Raises TemplateError with the index of a message that the template does not show.
         """
         if not messages:
-            raise InvalidRequest("there are no messages", param="messages")
+            raise InvalidRequest("there are no messages: send at least one", param="messages")
         prompts, definitions = self._under(template_kwargs)[0], self._definitions(tools)
         write = prompts.open_text if is_open else prompts.text
         text = write(messages, definitions)

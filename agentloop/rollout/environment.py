@@ -95,7 +95,7 @@ class Environment:
 
     async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
         """Return the result of a call of one of `task_tools`. Raise ToolError with a message for the policy."""
-        raise ToolError(f"{type(self).__name__} does not implement call_tool()")
+        raise ToolError(f"{type(self).__name__} does not implement call_tool(), which task_tools() requires")
 
     async def react(self, messages: Sequence[Message]) -> str | None:
         """Return the user's reply to a turn without tool calls.

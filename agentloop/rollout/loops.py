@@ -128,5 +128,7 @@ def load_loop(name: str) -> AgentLoop:
     target = resolve(name, param="loop")
     loop = made(target, f"cannot construct the loop {name}", param="loop") if isinstance(target, type) else target
     if not callable(getattr(loop, "run", None)):
-        raise InvalidRequest(f"the loop {name} has no method run(task, ctx)", param="loop")
+        raise InvalidRequest(
+            f"the loop {name} has no method run(task, ctx): add it, as in agentloop.rollout.loops", param="loop"
+        )
     return cast(AgentLoop, loop)

@@ -65,7 +65,10 @@ def contains_reference(task: RolloutTask, messages: Sequence[Message]) -> float:
 
 def _reference(task: RolloutTask) -> str:
     if task.reference is None:
-        raise RewardError(f"task {task.task_id!r} has no reference, which this reward compares the answer with")
+        raise RewardError(
+            f"task {task.task_id!r} has no reference, which this reward compares the answer with: set it, or "
+            "use another reward"
+        )
     return str(task.reference)
 
 

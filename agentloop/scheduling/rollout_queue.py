@@ -107,12 +107,14 @@ class RolloutQueue:
                 "a rollout needs at least one group, and each group at least one sample", param="groups"
             )
         if len(group_ids) != len(groups):
-            raise InvalidRequest("group ids of a rollout must be unique", param="groups")
+            raise InvalidRequest("group ids of a rollout must be unique: rename the repeated one", param="groups")
         if any(group.keep is not None and not 1 <= group.keep <= group.num_samples for group in groups):
             raise InvalidRequest("'keep' must be between 1 and the group's num_samples", param="keep")
         self._budgets.check(rollout_id, groups, terms.adapter)
         if rollout_id in self._rollouts or rollout_id in self._reserved:
-            raise Conflict(f"rollout {rollout_id} already exists and is not finished", param="rollout_id")
+            raise Conflict(
+                f"rollout {rollout_id} already exists and is not finished: use another id", param="rollout_id"
+            )
         reserved = self._reserved.values()
         num_waiting = self.num_queued + sum(g.num_samples for one in reserved for g in one.groups)
         num_new, most = sum(group.num_samples for group in groups), self._max_queued

@@ -118,7 +118,8 @@ class StalenessBudgets:
         known = self._by_run.get(_key(rollout_id, limit, adapter))
         if known is not None and known.limit != limit:
             raise InvalidRequest(
-                f"run {limit.run_id} already has another staleness limit: {known.limit}", param="run_id"
+                f"run {limit.run_id} already has another staleness limit: {known.limit}; use it, or another run id",
+                param="run_id",
             )
 
     def join(self, rollout_id: str, limit: StalenessLimit | None, adapter: str = "") -> StalenessBudget | None:

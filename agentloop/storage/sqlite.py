@@ -68,7 +68,7 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
     Raises StorageFull if it is opened for writing and its disk is full or read-only.
     """
     if is_read_only and not path.is_file():
-        raise InvalidRequest(f"there is no {schema.kind} at {path}")
+        raise InvalidRequest(f"there is no {schema.kind} at {path}: check the path of the run")
     if not is_read_only:
         with suppress(OSError):  # SQLite reports the reason
             path.touch(mode=0o600)  # SQLite copies the mode to the write-ahead log and the shared memory

@@ -104,7 +104,7 @@ async def evaluate(
     """
     categories = {task.task_id: task.environment or "" for task in tasks}
     if not tasks:
-        raise InvalidRequest("there are no tasks to evaluate")
+        raise InvalidRequest("there are no tasks to evaluate: name an environment, or a file of tasks")
     if len(categories) < len(tasks):
         repeated = next(name for name, count in Counter(task.task_id for task in tasks).items() if count > 1)
         raise InvalidRequest(f"two tasks have the id {repeated!r}: ids must be unique in an evaluation")

@@ -127,10 +127,14 @@ def compare(before: Evaluation, after: Evaluation, category: str | None = None) 
     if first.keys() != second.keys():
         missing = sorted(name for _, name in first.keys() ^ second.keys())
         raise InvalidRequest(
-            f"the evaluations have different tasks: {len(missing)} are in one of them only, such as {missing[0]!r}"
+            f"the evaluations have different tasks: {len(missing)} are in one of them only, such as "
+            f"{missing[0]!r}; evaluate both on the same tasks"
         )
     if before.pass_at != after.pass_at:
-        raise InvalidRequest(f"the evaluations pass at rewards of {before.pass_at:g} and {after.pass_at:g}")
+        raise InvalidRequest(
+            f"the evaluations pass at rewards of {before.pass_at:g} and {after.pass_at:g}: repeat one with the "
+            "--pass-at of the other"
+        )
     pairs = [
         (task, second[key])
         for key, task in first.items()

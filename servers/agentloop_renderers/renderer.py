@@ -294,7 +294,7 @@ class LibraryRenderer(ModelText):
         try:
             return [masked_tool(self.tokens, tool) for tool in tools]
         except RecursionError as error:
-            raise InvalidRequest("tools are nested too deeply", param="tools") from error
+            raise InvalidRequest("tools are nested too deeply: flatten their schemas", param="tools") from error
 
 
 class _Conversation:

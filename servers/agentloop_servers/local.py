@@ -140,7 +140,10 @@ def join_ray(address: str) -> None:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except Exception as error:  # ConnectionError, RuntimeError, ValueError
-        raise ServiceUnavailable(f"cannot connect to a Ray cluster at {address}: {error_line(error)}") from error
+        raise ServiceUnavailable(
+            f"cannot connect to a Ray cluster at {address}: {error_line(error)}; start it with `ray start "
+            "--head`, or unset RAY_ADDRESS"
+        ) from error
 
 
 def stop_ray(is_deployed: bool = True) -> None:

@@ -182,7 +182,7 @@ def check_logprobs(
     """
     for folder in (model, *by_version.values()):
         if not folder.is_dir():
-            raise InvalidRequest(f"{folder} is not a folder", param="model")
+            raise InvalidRequest(f"{folder} is not a folder: give a checkpoint's folder", param="model")
     records, num_stored = _chosen(store, max_trajectories)
     unnamed = sorted({version for record in records for version in record.versions} - set(by_version))
     checkpoints = {**dict.fromkeys(unnamed[:1], model), **by_version}

@@ -39,7 +39,9 @@ class ReferenceModel:
         if (path / "adapter_config.json").is_file():
             raise CheckpointUnreadable(f"{path} is an adapter: merge it into its base model first", param="model")
         if not (path / "config.json").is_file():
-            raise CheckpointUnreadable(f"{path} is not a checkpoint: it has no config.json", param="model")
+            raise CheckpointUnreadable(
+                f"{path} is not a checkpoint: it has no config.json; give a Hugging Face folder", param="model"
+            )
         disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])

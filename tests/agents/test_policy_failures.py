@@ -243,7 +243,9 @@ async def test_an_agent_may_return_a_score(site: AgentSite, rewards: tuple[float
         return
     assert (kept.reward, kept.is_complete, record.error) == (None, True, None)
     assert kept.reward_error == record.reward_error
-    assert record.reward_error == "the agent's score: path 0 has 1 turns, but its score has 2 turn rewards"
+    assert record.reward_error == (
+        "the agent's score: path 0 has 1 turns, but its score has 2 turn rewards: give one per turn"
+    )
 
 
 async def test_the_policy_may_recover(site: AgentSite) -> None:

@@ -153,7 +153,7 @@ async def test_a_score_is_checked_against_the_trajectory() -> None:
     short = replace(whole, main=PathScore(turns=(0.0,)))
     assert await score_of(lambda task, messages: short) == (
         None,
-        "RewardError: path 0 has 2 turns, but its score has 1 turn rewards",
+        "RewardError: path 0 has 2 turns, but its score has 1 turn rewards: give one per turn",
     )
 
 

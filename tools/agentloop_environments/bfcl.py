@@ -301,7 +301,11 @@ def _entry_of(kind: type[Environment], task: RolloutTask) -> BfclEntry:
     entry_id = task.reference.get("id") if isinstance(task.reference, dict) else None
     entry = entries_of(kind.variant).get(entry_id)  # type: ignore[arg-type] # None is in no category
     if entry is None:
-        raise InvalidRequest(f"bfcl:{kind.variant} has no task {entry_id!r} (reference.id)", param="reference")
+        raise InvalidRequest(
+            f"bfcl:{kind.variant} has no task {entry_id!r} (reference.id): make the tasks with "
+            f"tasks_of('bfcl:{kind.variant}')",
+            param="reference",
+        )
     return entry
 
 

@@ -353,7 +353,8 @@ class SyncRollouts:
         self._tasks = {_prompt_key(_prompt(task)): task for task in tasks}
         if len(self._tasks) < len(tasks):
             raise InvalidRequest(
-                "two tasks have the same messages: TRL identifies tasks by their prompts", param="tasks"
+                "two tasks have the same messages: TRL identifies tasks by their prompts; make them differ",
+                param="tasks",
             )
         self._timeout_s = timeout_s
         self._on_group = on_group
@@ -510,12 +511,12 @@ def _completion(row: TrainingRow | None, eos_id: int) -> dict[str, Any]:
 
 def _check(tasks: Sequence[RolloutTask]) -> None:
     if not tasks:
-        raise InvalidRequest("tasks is empty: there is no task to roll out", param="tasks")
+        raise InvalidRequest("tasks is empty: give at least one task", param="tasks")
     if len({task.task_id for task in tasks}) < len(tasks):
         raise InvalidRequest("a task id occurs twice: the ids of tasks must be unique", param="tasks")
     if len({task.temperature for task in tasks}) > 1:
         raise InvalidRequest(
-            "the tasks have different temperatures, but TRL divides all logits by one temperature",
+            "the tasks have different temperatures, but TRL divides all logits by one temperature: use equal ones",
             param="temperature",
         )
 

@@ -37,7 +37,9 @@ def examine_cluster(config: ServiceConfig, address: str) -> tuple[list[Check], T
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except ConnectionError as error:
-        raise InvalidRequest(f"no Ray cluster at {address}: {error_line(error)}", param="address") from error
+        raise InvalidRequest(
+            f"no Ray cluster at {address}: {error_line(error)}; start it with `ray start --head`", param="address"
+        ) from error
     try:
         found = on_each_node(_facts, for_nodes(config), node_ports())
         asked_at = time.time()

@@ -262,7 +262,7 @@ async def find_coordinator(app_name: str, model: str = "") -> str:
             stored = await asyncio.to_thread(_internal_kv_get, _key(app_name, model), namespace=_KV_NAMESPACE)
         except Exception as error:  # Ray raises plain exceptions
             raise ServiceUnavailable(
-                f"cannot read the coordinator's address from Ray: {error_line(error)}"
+                f"cannot read the coordinator's address from Ray: {error_line(error)}; check `ray status`"
             ) from error
         if stored and await _listens(url := str(stored, "ascii")):
             return url

@@ -328,7 +328,8 @@ class Sessions:
                 ) from error
             if replace(known.record, created_at=record.created_at) != record or known.calls or known.num_open_calls:
                 raise Conflict(
-                    f"session {wanted.session_id!r} exists with other settings or with calls", param="session_id"
+                    f"session {wanted.session_id!r} exists with other settings or with calls: choose another id",
+                    param="session_id",
                 )
             return known
 

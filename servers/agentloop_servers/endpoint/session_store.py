@@ -460,7 +460,7 @@ def _require(db: Database, session_id: str, allowed: frozenset[SessionState]) ->
     if state is None or state not in _LIVE:
         raise SessionNotFound(f"there is no session {session_id!r}", param="session_id")
     if state not in allowed:
-        raise SessionFinished(f"session {session_id!r} is finished", param="session_id")
+        raise SessionFinished(f"session {session_id!r} is finished: create another session", param="session_id")
     return state, row[1]
 
 

@@ -290,7 +290,7 @@ class ShardRouter:
                 except aiohttp.ClientConnectorError:
                     pass  # nothing was sent, so a retry is safe
                 except (aiohttp.ClientError, OSError) as error:
-                    raise ServiceUnavailable(f"endpoint process {rank} does not answer") from error
+                    raise ServiceUnavailable(f"endpoint process {rank} does not answer; retry") from error
             if loop.time() >= deadline_at:
                 raise ServiceUnavailable(f"endpoint process {rank} is not available; retry")
             await asyncio.sleep(_RETRY_S)

@@ -207,7 +207,9 @@ class TokenCalls:
             async with Deadline.moving(timeout_s, self._limits.max_unavailable_s) as deadline:
                 yield deadline
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from error
+            raise DeadlineExceeded(
+                f"the call did not end within {timeout_s:g} s: raise its timeout, or lower max_tokens"
+            ) from error
 
     async def _choice(self, wanted: TurnRequest, shared: _Affinity, show: Show | None) -> Reply:
         whole, index = wanted.request, wanted.choice_index

@@ -350,7 +350,10 @@ def authenticate(
                 )
             owner = owner_of(key.session_id)
             if owner and keys.named(owner) is None:
-                raise Unauthorized(f"this session key belongs to {owner!r}, which is not a user of this service")
+                raise Unauthorized(
+                    f"this session key belongs to {owner!r}, which is not a user of this service: add the "
+                    "user, or create a session with another key"
+                )
             if not (key.is_control or takes_agents):
                 raise Forbidden(
                     "an agent's key permits model calls only: this route needs the session's control key, or the"

@@ -105,7 +105,8 @@ def check_fits(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInfo
     missing = sorted(served.keys() - update.keys() - optional)
     if missing:
         raise CheckpointUnreadable(
-            f"{len(missing)} tensors of the served model are missing in the checkpoint, the first is {missing[0]}",
+            f"{len(missing)} tensors of the served model are missing in the checkpoint, the first is "
+            f"{missing[0]}: push all tensors of the model",
             param="directory",
         )
     check_known(update, served, is_tied=is_tied)
@@ -117,14 +118,17 @@ def check_known(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInf
     unknown = sorted(update.keys() - served.keys() - optional)
     if unknown:
         raise CheckpointUnreadable(
-            f"{len(unknown)} tensors of the checkpoint are not in the served model, the first is {unknown[0]}",
+            f"{len(unknown)} tensors of the checkpoint are not in the served model, the first is {unknown[0]}: "
+            "push weights of the served architecture, with the checkpoint's names",
             param="directory",
         )
     for name in sorted(update.keys() & served.keys()):
         have, want = update[name].shape, served[name].shape
         if have != want:
             raise CheckpointUnreadable(
-                f"tensor {name} has shape {have}, but the served model has {want}", param="directory"
+                f"tensor {name} has shape {have}, but the served model has {want}: push weights of the served "
+                "architecture",
+                param="directory",
             )
 
 
@@ -257,7 +261,7 @@ class ServedForm:
         """Check the tensors of a push. Raises CheckpointUnreadable."""
         by_name = {tensor.name: tensor for tensor in tensors}
         if len(by_name) < len(tensors):
-            raise CheckpointUnreadable("the push has duplicate tensor names", param="push")
+            raise CheckpointUnreadable("the push has duplicate tensor names: send each tensor once", param="push")
         self._check(by_name)
 
     def check_part(self, tensors: Sequence[TensorInfo], earlier: Mapping[str, TensorInfo]) -> None:

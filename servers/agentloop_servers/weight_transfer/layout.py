@@ -76,7 +76,7 @@ def lay_out(tensors: Sequence[TensorInfo], bucket_bytes: int = DEFAULT_BUCKET_BY
     names: set[str] = set()
     for tensor in tensors:
         if tensor.name in names:
-            raise CheckpointUnreadable(f"tensor {tensor.name} is listed twice", param="push")
+            raise CheckpointUnreadable(f"tensor {tensor.name} is listed twice: send each tensor once", param="push")
         names.add(tensor.name)
         dtype = dtype_of(tensor)
         if min(tensor.shape, default=0) < 0:

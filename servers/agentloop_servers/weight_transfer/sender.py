@@ -393,7 +393,7 @@ class ReceiverGroup:
         if self._offer.cancelled is not None:
             raise WeightUpdateFailed(f"the transfer was cancelled: {self._offer.cancelled}")
         if time.monotonic() > self._deadline_at:
-            raise WeightUpdateFailed(f"the transfer reached its timeout: {state}")
+            raise WeightUpdateFailed(f"the transfer reached its timeout: {state}; raise timeout_s")
 
     def gather(self) -> None:
         """Wait for the Hello of all workers. Their number is in each Hello; `expect` may lower it.

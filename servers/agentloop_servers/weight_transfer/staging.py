@@ -332,7 +332,9 @@ class WeightStager:
             stage.check()
             with contextlib.suppress(queue.Empty):
                 return stage.parts.get(timeout=PART_POLL_S)
-        raise CheckpointUnreadable(f"the trainer sent nothing for {self._timeout_s:g} s", param="update_info")
+        raise CheckpointUnreadable(
+            f"the trainer sent nothing for {self._timeout_s:g} s: check it, and push again", param="update_info"
+        )
 
     def _place_of_parts(self, plan: CopyPlan | None, form: Form) -> StagedCheckpoint | ShadowParameters:
         wanted = form if plan is None else self._parameter_form()

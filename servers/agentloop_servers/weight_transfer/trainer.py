@@ -305,7 +305,9 @@ class TensorPusher:
                 await _in_thread(sender.release)  # the training step may need the memory
         except TimeoutError as error:
             await self._drop_sender()
-            raise DeadlineExceeded(f"the update did not end within {options.timeout_s:g} s") from error
+            raise DeadlineExceeded(
+                f"the update did not end within {options.timeout_s:g} s: see the service's log, or raise timeout_s"
+            ) from error
         except BaseException:
             await self._drop_sender()  # its connections are in an unknown state
             raise

@@ -148,7 +148,10 @@ class TrainerGroup:
         except RuntimeError as error:  # c10d raises this for a timeout and for a lost peer
             self._is_broken = True
             if time.monotonic() >= give_up_at:
-                raise DeadlineExceeded(f"the other ranks did not call push within {timeout_s:.0f} s") from error
+                raise DeadlineExceeded(
+                    f"the other ranks did not call push within {timeout_s:.0f} s: call it on every rank, or "
+                    "set all_ranks to false"
+                ) from error
             raise WeightUpdateFailed(f"lost another rank of the training job: {error}") from error
 
 

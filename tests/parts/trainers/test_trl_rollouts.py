@@ -181,7 +181,7 @@ def test_tasks_that_a_trainer_cannot_tell_apart_are_refused() -> None:
     task = tasks()[0]
     with pytest.raises(InvalidRequest, match="twice"):
         AsyncRollouts("http://h", [task, task])
-    with pytest.raises(InvalidRequest, match="there is no task"):
+    with pytest.raises(InvalidRequest, match="tasks is empty"):
         AsyncRollouts("http://h", [])
     with pytest.raises(InvalidRequest, match="num_generations must be at least 2"):
         AsyncRollouts("http://h", [task], num_generations=1)

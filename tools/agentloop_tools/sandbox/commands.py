@@ -57,7 +57,10 @@ class CommandSandboxes(ABC):
         content = None
         if source.snapshot is not None:
             if (file := self._snapshots.get(source.snapshot)) is None:
-                raise InvalidRequest(f"unknown snapshot {source.snapshot[:80]!r}", param="snapshot")
+                raise InvalidRequest(
+                    f"unknown snapshot {source.snapshot[:80]!r}: take it with the same source first",
+                    param="snapshot",
+                )
             size = os.fstat(file.fileno()).st_size
             # pread does not move the file position, so that snapshots can be read concurrently.
             content = await asyncio.to_thread(os.pread, file.fileno(), size, 0)

@@ -89,5 +89,5 @@ class AdapterFolder:
 
     def _own(self) -> Path:
         if self._folder is None:
-            raise EngineError("the engine is not started")
+            raise EngineError("the engine is not started: call start() first")
         return self._folder

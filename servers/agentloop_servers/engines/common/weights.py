@@ -277,7 +277,7 @@ class EngineWeights:
 
     def _served_form(self) -> ServedForm:
         if self._form is None:
-            raise EngineError("the engine is not started")
+            raise EngineError("the engine is not started: call start() first")
         return self._form
 
     async def _read(self, update: WeightUpdate) -> tuple[tuple[TensorInfo, ...], FolderContents]:

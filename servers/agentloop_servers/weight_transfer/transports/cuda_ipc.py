@@ -78,7 +78,10 @@ class DeviceMemory:
                     torch.cuda.empty_cache()
                     _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
             except DriverError as error:
-                raise WeightUpdateFailed(f"cannot allocate {num_bytes:,} bytes on {device}: {error}") from error
+                raise WeightUpdateFailed(
+                    f"cannot allocate {num_bytes:,} bytes on {device}: {error}; free device memory, or use the "
+                    "transport 'shm'"
+                ) from error
             return cls(pointer.value, num_bytes, device, "cuMemFree_v2")
 
     @classmethod

@@ -40,7 +40,8 @@ def create_buffer(num_bytes: int) -> Buffer:
     except OSError as error:
         os.unlink(path)
         raise WeightUpdateFailed(
-            f"cannot allocate a buffer of {num_bytes:,} bytes in {SHM_FOLDER}: {error}"
+            f"cannot allocate a buffer of {num_bytes:,} bytes in {SHM_FOLDER}: {error}; enlarge it, or use the "
+            "transport 'tcp'"
         ) from error
     finally:
         os.close(descriptor)
