@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from agentloop_contracts.hot_load import HotLoadRoutes
 from agentloop_contracts.sglang_bodies import ANSWER_SCHEMA, SglangBody
 from agentloop_contracts.sglang_calls import SglangCalls
 from agentloop_contracts.sglang_control import SglangControlRoutes
@@ -27,6 +28,7 @@ def contracts(context: RouteContext) -> APIRouter:
         sglang,
         VllmControlRoutes(coordinator, admin, endpoint),
         SglangControlRoutes(coordinator, admin, sglang, endpoint),
+        HotLoadRoutes(coordinator, admin, endpoint),
     ):
         router.include_router(routes.router(keys))
     return router
