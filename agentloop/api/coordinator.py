@@ -868,7 +868,23 @@ class SeeingPort(RecordsPort, Protocol):
         """Return the rows of the named metrics after the Unix time `since`; without names, of all metrics."""
 
 
-class FrontPort(RolloutPort, LeasePort, FleetPort, TrainerPort, SeeingPort, Protocol):
+class JobPort(Protocol):
+    """The coordinator's interface for weight updates that run without a caller."""
+
+    async def begin_update(self, job: UpdateJob) -> UpdateJob:
+        """Start a weight update that runs without its caller, also across restarts. Idempotent by `job_id`.
+
+        Raises Conflict without a store, while another job runs, and if `base` is not of a completed job.
+        """
+
+    async def update_jobs(self) -> UpdateJobs:
+        """Return the latest update jobs."""
+
+    async def cancel_update(self, job_id: str) -> UpdateJob:
+        """End a job whose replicas have not begun to swap. Raises NotFound and Conflict. Idempotent."""
+
+
+class FrontPort(RolloutPort, LeasePort, FleetPort, TrainerPort, JobPort, SeeingPort, Protocol):
     """The coordinator's interface for ingress processes."""
 
     async def drain(self) -> tuple[int, int]:
@@ -905,18 +921,6 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, TrainerPort, SeeingPort, Prot
 
         Returns the state before the poll. Raises Conflict without a store.
         """
-
-    async def begin_update(self, job: UpdateJob) -> UpdateJob:
-        """Start a weight update that runs without its caller, also across restarts. Idempotent by `job_id`.
-
-        Raises Conflict without a store, while another job runs, and if `base` is not of a completed job.
-        """
-
-    async def update_jobs(self) -> UpdateJobs:
-        """Return the latest update jobs."""
-
-    async def cancel_update(self, job_id: str) -> UpdateJob:
-        """End a job whose replicas have not begun to swap. Raises NotFound and Conflict. Idempotent."""
 
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
         """Return the numbers of the `num` endpoint processes of the host with the disk id `disk`."""

@@ -37,7 +37,7 @@ from agentloop_servers.http.openapi import OBJECT, add_route, errors
 from agentloop_servers.http.responses import json_response
 from agentloop_servers.ingress.admin import AdminRoutes
 
-PREFIX = "/v1alpha1/inference"
+HOT_LOAD_PREFIX = "/v1alpha1/inference"
 INITIAL = "initial"
 """The API's name of the weights that engines load at their start."""
 
@@ -135,7 +135,7 @@ class HotLoadRoutes:
             APIRouter(responses={**errors(), **OBJECT}, tags=["hot load"]),
             Depends(keys.require_admin),
         )
-        api = APIRouter(prefix=PREFIX, dependencies=[Depends(speaks(_error)), admin])
+        api = APIRouter(prefix=HOT_LOAD_PREFIX, dependencies=[Depends(speaks(_error)), admin])
         ledger = APIRouter(dependencies=[admin])
         add_route(api, "GET", "/deployments", self.deployments)
         add_route(api, "GET", "/deployments/{deployment_id}", self.deployment)

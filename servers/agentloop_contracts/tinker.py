@@ -42,7 +42,7 @@ from agentloop_servers.http.guard import json_body, speaks
 from agentloop_servers.http.openapi import OBJECT, add_route, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
 
-PREFIX = "/api/v1"
+TINKER_PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 RETRIEVE_S = 30.0  # the client's own timeout is 45 s
 KEEP_S = 300.0  # for a client whose connection broke while it read a result
@@ -53,7 +53,7 @@ MISSING = -99999.0
 _TRAIN = "this service only samples; train with your own trainer, and push its weights (docs/guides/trainers.md)"
 REFUSED = dict.fromkeys(
     (
-        f"{PREFIX}/{verb}"
+        f"{TINKER_PREFIX}/{verb}"
         for verb in (
             "create_model",
             "forward",
@@ -203,7 +203,7 @@ class TinkerRoutes:
             ("POST", "/cancel_future", self.cancel, CancelFutureBody),
         ]
         for method, path, handler, body in table:
-            add_route(router, method, f"{PREFIX}{path}", handler, body)
+            add_route(router, method, f"{TINKER_PREFIX}{path}", handler, body)
         refuse(router, REFUSED)
         return router
 

@@ -31,7 +31,7 @@ _REJOIN_S = 60.0  # wait for a replica after a restart of the coordinator
 
 
 class UpdateJobTable:
-    """Implements the calls `begin_update`, `update_jobs` and `cancel_update` of `FrontPort`."""
+    """Implements `JobPort`."""
 
     def __init__(
         self,

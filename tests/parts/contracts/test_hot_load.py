@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("zstandard", reason="needs zstandard (the extra store)")
 
 from agentloop.client.client import RolloutClient
-from agentloop_contracts.hot_load import PREFIX
+from agentloop_contracts.hot_load import HOT_LOAD_PREFIX
 from agentloop_servers.run.locks import take_lock
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_service, whole_site
 from tests.support.versions import Tensors, bytes_of, held, policy, publish_plainly, train
@@ -41,7 +41,7 @@ class HotLoadSite:
             return answer.status, await answer.json()
 
     async def get(self, path: str, **params: Any) -> dict[str, Any]:
-        status, answer = await self.call("GET", PREFIX + path, params=params)
+        status, answer = await self.call("GET", HOT_LOAD_PREFIX + path, params=params)
         assert status == 200, answer
         return answer
 
@@ -54,7 +54,7 @@ class HotLoadSite:
                 "compressionFormat": "COMPRESSION_FORMAT_ZSTD",
                 "checksumFormat": "CHECKSUM_FORMAT_ADLER32",
             }
-        return await self.call("POST", f"{PREFIX}/hotLoads", json=body | fields)
+        return await self.call("POST", f"{HOT_LOAD_PREFIX}/hotLoads", json=body | fields)
 
     async def loaded(self, job_id: str, identity: str, base: str = "", **fields: Any) -> dict[str, Any]:
         """Start a hot load, and return it at its end."""
@@ -185,9 +185,9 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
         await refused(400, "INVALID_ARGUMENT", "its own base", base="step-2")
         await refused(400, "INVALID_ARGUMENT", "incremental", type="SNAPSHOT_TYPE_INCREMENTAL")
         await refused(400, "INVALID_ARGUMENT", "PROMPT_CACHE_POLICY_X", promptCachePolicy="PROMPT_CACHE_POLICY_X")
-        status, answer = await site.call("POST", f"{PREFIX}/hotLoads/job-1:cancel", json={})
+        status, answer = await site.call("POST", f"{HOT_LOAD_PREFIX}/hotLoads/job-1:cancel", json={})
         assert (status, answer["code"]) == (409, "FAILED_PRECONDITION")
-        assert (await site.call("GET", f"{PREFIX}/hotLoads/job-9"))[0] == 404
+        assert (await site.call("GET", f"{HOT_LOAD_PREFIX}/hotLoads/job-9"))[0] == 404
         status, answer = await site.call("GET", "/weights/ledger", params={"version": 99})
         assert status == 404
         assert "unknown version 99" in answer["error"]["message"]
@@ -206,7 +206,7 @@ async def test_a_hot_load_is_cancelled_while_replicas_stage_and_the_next_one_run
         assert (status, answer["code"]) == (409, "FAILED_PRECONDITION")
         assert "already in progress" in answer["message"], "the client waits for the active hot load by this text"
         for _ in range(2):
-            status, cancelled = await site.call("POST", f"{PREFIX}/hotLoads/job-1:cancel", json={})
+            status, cancelled = await site.call("POST", f"{HOT_LOAD_PREFIX}/hotLoads/job-1:cancel", json={})
             assert (status, cancelled["hotLoad"]["status"]["state"]) == (200, "HOT_LOAD_STATE_CANCELED")
         lock.release()
         assert (await site.loaded("job-2", "step-1"))["status"]["state"] == "HOT_LOAD_STATE_COMPLETED"
@@ -232,6 +232,6 @@ async def test_a_service_without_a_store_names_the_setting(tmp_path: Path) -> No
     async with AsyncExitStack() as closing:
         url = await closing.enter_async_context(whole_service(simulated_config(), tmp_path))
         http = await closing.enter_async_context(aiohttp.ClientSession())
-        async with http.get(f"{url}{PREFIX}/deployments/x") as answer:
+        async with http.get(f"{url}{HOT_LOAD_PREFIX}/deployments/x") as answer:
             assert answer.status == 409
             assert "set `weights`" in (await answer.json())["message"]
