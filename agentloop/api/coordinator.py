@@ -473,7 +473,7 @@ class UpdateJob:
 
 @dataclass(frozen=True, slots=True)
 class UpdateJobs:
-    """The latest jobs, oldest first, and their store; None if the service has no store."""
+    """The latest jobs, oldest first, and their store; None if the service has no store, or follows it."""
 
     source: PublishedSource | None
     jobs: tuple[UpdateJob, ...]
@@ -874,7 +874,7 @@ class JobPort(Protocol):
     async def begin_update(self, job: UpdateJob) -> UpdateJob:
         """Start a weight update that runs without its caller, also across restarts. Idempotent by `job_id`.
 
-        Raises Conflict without a store, while another job runs, and if `base` is not of a completed job.
+        Raises Conflict without a store for jobs, while another job runs, and if `base` is not of a completed job.
         """
 
     async def update_jobs(self) -> UpdateJobs:

@@ -234,7 +234,10 @@ class HotLoadRoutes:
         """Return the store and its hot loads. Raises Conflict without a store, NotFound for another deployment."""
         found = await self._admin.ask(self._coordinator.update_jobs())
         if found.source is None:
-            raise Conflict("hot load is not enabled: set `weights` in the service's config", param="weights")
+            raise Conflict(
+                "hot load is not enabled: set `weights` with `follows: false` in the service's config",
+                param="weights",
+            )
         if deployment_id not in ("", found.source.run):
             raise NotFound(
                 f"unknown deployment {deployment_id!r}: this service is the deployment {found.source.run!r}, the"

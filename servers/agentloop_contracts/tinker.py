@@ -249,8 +249,8 @@ class TinkerRoutes:
         """Start to sample, and return the future's id and those of its sequences."""
         made, name = self._sampler_of(body.sampling_session_id)
         request_id, owner = f"{made}~{body.seq_id}", caller_of(request).owner
+        call, score = self._calls(body, await self._model_of(request, name, param="sampling_session_id"))
         if request_id not in self._futures:
-            call, score = self._calls(body, await self._model_of(request, name, param="sampling_session_id"))
             call, score = demanding(request, call), None if score is None else demanding(request, score)
             self._sweep()
             place = ExitStack()

@@ -43,7 +43,8 @@ class UpdateJobTable:
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self._replicas = replicas
-        self._source = None if store is None else store.source
+        # The pointer of a followed store would go back behind the jobs' versions.
+        self._source = None if store is None or store.is_followed else store.source
         self._save = save
         self._tasks = tasks
         self._log = log
@@ -65,7 +66,9 @@ class UpdateJobTable:
         if (known := self._jobs.get(job.job_id)) is not None:
             return known
         if self._source is None:
-            raise Conflict("this service has no store of versions: set `weights` in its config", param="weights")
+            raise Conflict(
+                "update jobs need `weights` with `follows: false` in the service's config", param="weights"
+            )
         for other in self._jobs.values():
             if other.is_open:
                 raise Conflict(f"hot load {other.job_id} of {other.folder!r} is already in progress: retry later")
@@ -115,6 +118,9 @@ class UpdateJobTable:
             await self._replicas.run_update(await self._begin(job_id), self._jobs[job_id].kv_policy)
         except AgentLoopError as error:
             self._changed(job_id, state=JobState.FAILED, error=f"{error.code}: {error.message}")
+        except Exception as error:  # a defect: an open job would block all later ones
+            self._changed(job_id, state=JobState.FAILED, error=f"internal_error: {error_line(error)}")
+            self._log.exception("update_job_broken", job=job_id)
         else:
             self._changed(job_id, state=JobState.COMPLETED)
         await self._keep()

@@ -228,10 +228,16 @@ async def test_an_open_hot_load_continues_after_a_restart(tmp_path: Path) -> Non
         await site.until_replicas("job-1", [("READY", "step-1")] * 2)
 
 
-async def test_a_service_without_a_store_names_the_setting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("follows", [None, True])
+async def test_a_service_without_a_store_for_hot_loads_names_the_setting(
+    tmp_path: Path, follows: bool | None
+) -> None:
+    weights = None if follows is None else {"store": str(tmp_path / "store"), "run": RUN, "follows": follows}
+    (tmp_path / "run").mkdir()
     async with AsyncExitStack() as closing:
-        url = await closing.enter_async_context(whole_service(simulated_config(), tmp_path))
+        config = simulated_config(mode="standalone", weights=weights)
+        url = await closing.enter_async_context(whole_service(config, tmp_path / "run"))
         http = await closing.enter_async_context(aiohttp.ClientSession())
         async with http.get(f"{url}{HOT_LOAD_PREFIX}/deployments/x") as answer:
             assert answer.status == 409
-            assert "set `weights`" in (await answer.json())["message"]
+            assert "`follows: false`" in (await answer.json())["message"]
