@@ -194,6 +194,11 @@ class HotLoadRoutes:
         report = next((one for one in reversed(status.updates) if one.version == job.version), None)
         shown = [_replica(one, job, jobs, status, report) for one in status.replicas]
         shown.sort(key=lambda one: (one["zone"], one["name"]))
+        if job.state is JobState.FAILED and shown:
+            # All replicas refused the snapshot and serve what they served. The client prints every reason, so one row
+            # has it.
+            shown = [{**one, "state": "ERROR"} for one in shown]
+            shown[0]["errorReason"] = job.error
         return json_response({"replicas": shown, "nextPageToken": ""})
 
     async def cancel(self, hot_load_id: JobId, body: CancelRequest) -> Response:
@@ -308,7 +313,7 @@ def _replica(
     status: ServiceStatus,
     report: UpdateReport | None,
 ) -> dict[str, Any]:
-    """Return a replica's row. A hot load that failed or was cancelled leaves replicas READY with other weights."""
+    """Return a replica's row."""
     running = status.update if job.state is JobState.RUNNING else None
     failed = (
         None

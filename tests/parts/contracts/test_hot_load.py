@@ -150,7 +150,9 @@ async def test_a_snapshot_that_cannot_be_served_fails_and_the_fleet_keeps_its_we
         [condition] = missing["status"]["conditions"]
         assert condition["reason"] == "version_missing"
         assert "nothing/model.safetensors.index.json" in condition["message"]
-        assert await site.replicas("job-1") == [("READY", "initial")] * 2
+        assert await site.replicas("job-1") == [("ERROR", "initial")] * 2
+        rows = (await site.get("/hotLoads/job-1/replicas"))["replicas"]
+        assert [one["errorReason"].partition(": ")[0] for one in rows] == ["version_missing", ""]
         site.upload("step-1", weights)
         await site.loaded("job-2", "step-1")
         changed = {name: value.copy() for name, value in weights.items()}
@@ -162,7 +164,7 @@ async def test_a_snapshot_that_cannot_be_served_fails_and_the_fleet_keeps_its_we
             path.write_bytes(data)
         damaged = await site.loaded("job-3", "step-2", base="step-1")
         assert damaged["status"]["conditions"][0]["reason"] in ("version_damaged", "checksum_mismatch")
-        assert await site.replicas("job-3") == [("READY", "step-1")] * 2
+        assert await site.replicas("job-3") == [("ERROR", "step-1")] * 2
         assert (await site.client.status()).weight_version == (before or 0) + 1
 
 

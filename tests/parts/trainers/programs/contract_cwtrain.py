@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 from cwtrain import HotLoader, InferenceClient
-from cwtrain.hotload.delta import write_delta
+from cwtrain.hotload.delta import write_delta, write_safetensors
 from cwtrain.infra.models import ReplicaState
 from cwtrain.integrations import preflight
-from verbs import serve
+from verbs import error_of, serve
 
 POLICY = Path(__file__).parents[4] / "examples" / "tiny_policy"
 
@@ -29,8 +29,15 @@ class HotLoads:
         assert preflight.check() == f"s3://{config.bucket}/{config.path_prefix}/"
 
     def update(self, _: str) -> dict[str, str]:
-        """Publish v1, and check that every replica serves it."""
+        """Publish another model, which the replicas refuse, and then v1; check that every replica serves it."""
         loader = self.loader
+        with tempfile.TemporaryDirectory() as folder:
+            write_safetensors(Path(folder) / "model.safetensors", {"other.weight": bytes(8)}, {})
+            (Path(folder) / "config.json").write_text("{}")
+            error = error_of(lambda: loader.publish(folder, "other"))["refused"]
+        assert error.startswith("HotLoadFailedError"), error
+        assert "other.weight" in error, error
+        print(error)
         hot_load = loader.publish(POLICY / "v1", "step_1")
         loader.verify_served(hot_load.id, "step_1")
         assert loader.current_identity() == "step_1"
