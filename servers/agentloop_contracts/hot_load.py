@@ -195,8 +195,7 @@ class HotLoadRoutes:
         shown = [_replica(one, job, jobs, status, report) for one in status.replicas]
         shown.sort(key=lambda one: (one["zone"], one["name"]))
         if job.state is JobState.FAILED and shown:
-            # All replicas refused the snapshot and serve what they served. The client prints every reason, so one row
-            # has it.
+            # All replicas serve what they served before. The client prints every row's reason, so one row has it.
             shown = [{**one, "state": "ERROR"} for one in shown]
             shown[0]["errorReason"] = job.error
         return json_response({"replicas": shown, "nextPageToken": ""})
