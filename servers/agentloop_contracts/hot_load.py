@@ -11,11 +11,11 @@ from __future__ import annotations
 import uuid
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import Field, model_validator
 from starlette.responses import Response
-from yarl import URL
 
 from agentloop.api.coordinator import (
     FrontPort,
@@ -23,6 +23,7 @@ from agentloop.api.coordinator import (
     ReplicaStatus,
     ServiceStatus,
     UpdateJob,
+    UpdateProgress,
     UpdateReport,
 )
 from agentloop.api.requests import Body
@@ -54,6 +55,7 @@ _POLICIES = {
     "PROMPT_CACHE_POLICY_RESET_ALL": KVPolicy.RECOMPUTE,
 }
 _POLICY_NAMES = {policy: name for name, policy in _POLICIES.items()}
+_NO_UPDATE = UpdateProgress(0, "", 0)
 _CODES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
 _CODES |= {409: "FAILED_PRECONDITION", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILABLE"}
 
@@ -131,13 +133,10 @@ class HotLoadRoutes:
 
     def router(self, keys: Keys) -> APIRouter:
         """Return the routes. Errors of the hot-load API have its own format."""
-        combined, admin = (
-            APIRouter(responses={**errors(), **OBJECT}, tags=["hot load"]),
-            Depends(keys.require_admin),
-        )
+        combined = APIRouter(responses={**errors(), **OBJECT}, tags=["hot load"])
+        admin = Depends(keys.require_admin)
         api = APIRouter(prefix=HOT_LOAD_PREFIX, dependencies=[Depends(speaks(_error)), admin])
         ledger = APIRouter(dependencies=[admin])
-        add_route(api, "GET", "/deployments", self.deployments)
         add_route(api, "GET", "/deployments/{deployment_id}", self.deployment)
         add_route(api, "POST", "/hotLoads", self.create, HotLoadBody)
         add_route(api, "GET", "/hotLoads", self.hot_loads)
@@ -149,15 +148,23 @@ class HotLoadRoutes:
         combined.include_router(ledger)
         return combined
 
-    async def deployments(self) -> Response:
-        """List the service as the only deployment."""
-        source, _ = await self._jobs()
-        return json_response({"items": [self._deployment(source, await self._admin.status())]})
-
     async def deployment(self, deployment_id: JobId) -> Response:
-        """Return the service's state, and the bucket and prefix of its snapshots."""
+        """Return the service as the only deployment: its state, and the bucket and prefix of its snapshots."""
         source, _ = await self._jobs(deployment_id)
-        return json_response({"deployment": self._deployment(source, await self._admin.status())})
+        status = await self._admin.status()
+        # Without weights yet, the service accepts a hot load and no calls.
+        is_ready = status.is_ready or (bool(status.replicas) and status.weight_version is None)
+        url = urlsplit(source.store)
+        folder = url.path.strip("/") if url.netloc else ""
+        store = {
+            "bucket": url.netloc or source.store,
+            "pathPrefix": f"{folder}/{source.run}".lstrip("/"),
+            "transitionMode": "TRANSITION_MODE_ASYNC",
+        }
+        model = {"name": self._endpoint.model_name}
+        spec = {"id": source.run, "name": source.run, "model": model, "gatewayIds": [], "hotLoad": store}
+        state = {"status": "STATUS_READY" if is_ready else "STATUS_UPDATING"}
+        return json_response({"deployment": {"spec": spec, "status": state}})
 
     async def create(self, body: HotLoadRequest) -> Response:
         """Start a hot load of a snapshot that was uploaded to the store."""
@@ -250,26 +257,6 @@ class HotLoadRoutes:
             )
         return found.source, found.jobs
 
-    def _deployment(self, source: PublishedSource, status: ServiceStatus) -> dict[str, Any]:
-        # Without weights yet, the service accepts a hot load and no calls.
-        is_ready = status.is_ready or (bool(status.replicas) and status.weight_version is None)
-        url = URL(source.store)
-        folder = url.path.strip("/") if url.host else ""
-        store = {
-            "bucket": url.host or source.store,
-            "pathPrefix": f"{folder}/{source.run}".lstrip("/"),
-            "transitionMode": "TRANSITION_MODE_ASYNC",
-        }
-        model = {"name": self._endpoint.model_name}
-        ready = {"type": "Ready", "status": "STATUS_TRUE" if is_ready else "STATUS_FALSE"}
-        return {
-            "spec": {"id": source.run, "name": source.run, "model": model, "gatewayIds": [], "hotLoad": store},
-            "status": {
-                "status": "STATUS_READY" if is_ready else "STATUS_UPDATING",
-                "conditions": [ready | {"message": next(iter(status.degraded), "")}],
-            },
-        }
-
 
 def _job(jobs: tuple[UpdateJob, ...], hot_load_id: str) -> UpdateJob:
     if (job := next((job for job in jobs if job.job_id == hot_load_id), None)) is None:
@@ -313,20 +300,16 @@ def _replica(
     report: UpdateReport | None,
 ) -> dict[str, Any]:
     """Return a replica's row."""
-    running = status.update if job.state is JobState.RUNNING else None
-    failed = (
-        None
-        if running is None
-        else next((one for one in running.failures if one.startswith(f"{replica.replica_id}: ")), None)
-    )
-    if (error := failed or (replica.error if replica.state in ("quarantined", "suspect") else None)) is not None:
+    error = replica.error if replica.state in ("quarantined", "suspect") else None
+    is_awaited = job.state is JobState.RUNNING and replica.replica_id in (status.update or _NO_UPDATE).waits_for
+    if error is not None:
         state = "ERROR"
-    elif replica.state == "updating" or (running is not None and replica.replica_id in running.waits_for):
+    elif replica.state == "updating" or is_awaited:
         state = "UPDATING"
-    elif job.is_open and replica.weight_version != job.version:
+    elif replica.state != "ready" or (job.is_open and replica.weight_version != job.version):
         state = "PENDING_UPDATE"
     else:
-        state = "READY" if replica.state == "ready" else "PENDING_UPDATE"
+        state = "READY"
     finished = None if report is None else _finished_at(report, replica.replica_id)
     return {
         "name": replica.replica_id,

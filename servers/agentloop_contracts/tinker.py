@@ -51,27 +51,22 @@ MISSING = -99999.0
 """The logprob of an empty place in a matrix of top logprobs."""
 
 _TRAIN = "this service only samples; train with your own trainer, and push its weights (docs/guides/trainers.md)"
-REFUSED = dict.fromkeys(
-    (
-        f"{TINKER_PREFIX}/{verb}"
-        for verb in (
-            "create_model",
-            "forward",
-            "forward_backward",
-            "optim_step",
-            "save_weights",
-            "save_weights_for_sampler",
-            "save_weights_external",
-            "load_weights",
-            "copy_weights",
-            "unload_model",
-            "create_custom_loss",
-            "get_info",
-            "weights_info",
-        )
+_TRAINING = (
+    *(
+        "create_model",
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "create_custom_loss",
+        "get_info",
+        "unload_model",
     ),
-    _TRAIN,
+    *("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "copy_weights"),
+    "weights_info",
 )
+REFUSED = {f"{TINKER_PREFIX}/{verb}": _TRAIN for verb in _TRAINING}
+"""The routes that are rejected, and the alternative."""
+
 _MODEL_PATH = re.compile(r"tinker://([A-Za-z0-9][A-Za-z0-9._/-]{0,255}?)(?:/versions/([0-9]{1,18}))?")
 _ID = re.compile(r"(s-[0-9a-f]{1,6}-[0-9a-f]{20})~([A-Za-z0-9_=-]{0,1000})")
 
