@@ -22,14 +22,23 @@ from fastapi import APIRouter, Depends, Path, Request
 from pydantic import FailFast, Field
 from starlette.responses import Response
 
-from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, Json, TokenId, VersionDemandBody
+from agentloop.api.requests import (
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    Body,
+    Json,
+    TokenId,
+    VersionDemandBody,
+)
 from agentloop.chat.call import ChatCall
-from agentloop.chat.fields import Ignored, Model, Refused, checked, read_body, refused
+from agentloop.chat.fields import Ignored, Model, Refused, Stop, checked, read_body, refused
 from agentloop.chat.openai import sampling_of, stops_of
-from agentloop.chat.openai_bodies import ChoiceFields
+from agentloop.chat.openai_bodies import MAX_CHOICES, ChoiceFields
+from agentloop.chat.sampling import MaxTokens, SamplingFields
 from agentloop.chat.scores import check_num_scores, score_call
 from agentloop.concurrency.aio import side_by_side
-from agentloop.errors import AgentLoopError, Gone, InvalidRequest
+from agentloop.errors import AgentLoopError, Gone, InvalidRequest, NotFound
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Generation, TopLogprobs
 from agentloop.values.checks import MAX_TOP_LOGPROBS
@@ -70,7 +79,7 @@ REFUSED = {f"{TINKER_PREFIX}/{verb}": _TRAIN for verb in _TRAINING}
 _MODEL_PATH = re.compile(r"tinker://([A-Za-z0-9][A-Za-z0-9._/-]{0,255}?)(?:/versions/([0-9]{1,18}))?")
 _ID = re.compile(r"(s-[0-9a-f]{1,6}-[0-9a-f]{20})~([A-Za-z0-9_=-]{0,1000})")
 
-TokenIds = Annotated[list[TokenId], FailFast(), Field(max_length=MAX_PROMPT_TOKENS)]
+TokenIds = Annotated[list[TokenId], FailFast(), Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 OurId = Annotated[str, Field(max_length=1024)]
 
@@ -99,14 +108,37 @@ class ModelInputBody(Body):
         return tuple(token_id for chunk in self.chunks for token_id in chunk.tokens)
 
 
+class SamplingParamsBody(SamplingFields):
+    """Tinker's `SamplingParams`. An empty list of stops samples beyond the end of the text."""
+
+    max_tokens: MaxTokens | None = None
+    stop: (
+        Stop
+        | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+        | Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
+        | None
+    ) = None
+
+    def to_choices(self, num_samples: int) -> ChoiceFields:
+        """Convert the body to the fields of the other dialects."""
+        fields = self.model_dump(exclude_none=True, exclude={"stop"})
+        if self.stop == []:
+            fields["ignore_eos"] = True
+        elif isinstance(self.stop, list) and isinstance(self.stop[0], int):
+            fields["stop_token_ids"] = self.stop
+        else:
+            fields["stop"] = self.stop
+        return checked({**fields, "n": num_samples}, ChoiceFields)
+
+
 class SampleBody(Body):
     """The body of `POST /api/v1/asample`. `seq_id` makes a repeated request return the future of the first."""
 
     sampling_session_id: OurId
     seq_id: Annotated[int, Field(ge=0, lt=1 << 63)]
-    num_samples: Annotated[int, Field(ge=1)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     prompt: ModelInputBody
-    sampling_params: Annotated[dict[str, Json], Field(default_factory=dict)]
+    sampling_params: SamplingParamsBody = SamplingParamsBody()
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: NumTop = 0
     topk_sample_logprobs: NumTop = 0
@@ -283,7 +315,7 @@ class TinkerRoutes:
         if name.startswith("tinker://"):
             if (match := _MODEL_PATH.fullmatch(name)) is None:
                 raise InvalidRequest(
-                    f"{name[:200]!r}: expected tinker://NAME or tinker://NAME/versions/N, with the name of a served"
+                    f"{name[:200]!r} must be tinker://NAME or tinker://NAME/versions/N, with the name of a served"
                     " model or adapter and one of its weight versions",
                     param=param,
                 )
@@ -296,16 +328,8 @@ class TinkerRoutes:
     def _calls(self, body: SampleBody, demand: VersionDemandBody | None) -> tuple[ChatCall, ChatCall | None]:
         """Return the sampling call, and the call that scores the prompt. Raises InvalidRequest naming a field."""
         model, ids = self._endpoint.chat_model, body.prompt.token_ids
-        fields = {name: value for name, value in body.sampling_params.items() if name != "stop"}
-        stop = body.sampling_params.get("stop")
-        if stop == []:  # the client's way to sample beyond the end of a text
-            fields["ignore_eos"] = True
-        elif isinstance(stop, list) and isinstance(stop[0], int):
-            fields["stop_token_ids"] = stop
-        else:
-            fields["stop"] = stop
         try:
-            params = checked({**fields, "n": body.num_samples}, ChoiceFields)
+            params = body.sampling_params.to_choices(body.num_samples)
             sampling = sampling_of(params, params.max_tokens, model.vocab_size, body.topk_sample_logprobs)
         except InvalidRequest as error:
             raise type(error)(error.message, param=f"sampling_params.{error.param}") from error
@@ -342,12 +366,12 @@ class TinkerRoutes:
         try:
             return made, urlsafe_b64decode(encoded).decode()
         except ValueError as error:
-            raise InvalidRequest(f"{sampler_id[:100]!r} is damaged", param="sampling_session_id") from error
+            raise NotFound(f"{sampler_id[:100]!r} is damaged", param="sampling_session_id") from error
 
     def _parts_of(self, our_id: str, param: str) -> tuple[str, str]:
-        """Return the parts of an id. Raises InvalidRequest, and HeldElsewhere if another process made it."""
+        """Return the parts of an id. Raises NotFound, and HeldElsewhere if another process made it."""
         if (match := _ID.fullmatch(our_id)) is None:
-            raise InvalidRequest(f"{our_id[:100]!r} is not an id of this service", param=param)
+            raise NotFound(f"{our_id[:100]!r} is not an id of this service", param=param)
         self._endpoint.check_is_here(match[1])
         return match[1], match[2]
 

@@ -1,4 +1,4 @@
-"""Weight updates that run without a caller: a client starts a job with an id of its own choice, and polls it.
+"""Weight updates that run without a caller: a client chooses a job's id, and polls it.
 
     PENDING ─► RUNNING ─► COMPLETED | FAILED          PENDING, RUNNING while replicas stage ─► CANCELLED
 
@@ -43,7 +43,7 @@ class UpdateJobTable:
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self._replicas = replicas
-        # The pointer of a followed store would go back behind the jobs' versions.
+        # A job's version is not in the store's pointer, so the follower would report that the pointer went back.
         self._source = None if store is None or store.is_followed else store.source
         self._save = save
         self._tasks = tasks
@@ -98,7 +98,7 @@ class UpdateJobTable:
         return job
 
     def _base_names(self, job: UpdateJob) -> tuple[tuple[int, str], ...]:
-        """Return the names of the base's completed job. Raises Conflict if there is none, or for a long chain."""
+        """Return the names of the base's completed job. Raises Conflict for an unknown base or a long chain."""
         if not job.base:
             return ()
         done = [one for one in self._jobs.values() if one.folder == job.base and one.state is JobState.COMPLETED]

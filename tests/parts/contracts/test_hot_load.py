@@ -184,9 +184,9 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
         await refused(409, "FAILED_PRECONDITION", "publish a full snapshot", base="step-7")
         await refused(400, "INVALID_ARGUMENT", "reserved", identity="initial")
         await refused(400, "INVALID_ARGUMENT", "identity", identity="../x")
-        await refused(400, "INVALID_ARGUMENT", "its own base", base="step-2")
+        await refused(400, "INVALID_ARGUMENT", "another snapshot", base="step-2")
         await refused(400, "INVALID_ARGUMENT", "incremental", type="SNAPSHOT_TYPE_INCREMENTAL")
-        await refused(400, "INVALID_ARGUMENT", "PROMPT_CACHE_POLICY_X", promptCachePolicy="PROMPT_CACHE_POLICY_X")
+        await refused(400, "INVALID_ARGUMENT", "promptCachePolicy", promptCachePolicy="PROMPT_CACHE_POLICY_X")
         status, answer = await site.call("POST", f"{HOT_LOAD_PREFIX}/hotLoads/job-1:cancel", json={})
         assert (status, answer["code"]) == (409, "FAILED_PRECONDITION")
         assert (await site.call("GET", f"{HOT_LOAD_PREFIX}/hotLoads/job-9"))[0] == 404

@@ -177,7 +177,7 @@ async def test_what_is_refused(service: ChatService) -> None:
     assert "'nothing'" in await refused(create, {"base_model": "nothing"}, 404, "model")
     assert "tinker://NAME" in await refused(create, {"model_path": "tinker://a b"}, 400, "model_path")
     await refused(create, {}, 400, "base_model")
-    await refused("asample", asked("elsewhere"), 400, "sampling_session_id")
+    await refused("asample", asked("elsewhere"), 404, "sampling_session_id")
     await refused("asample", asked(name, prompt_alt_tokens_k=2), 400, "prompt_alt_tokens_k")
     await refused("asample", asked(name, sampling_params={"temperature": -1.0}), 400, "sampling_params.temperature")
     image = {"chunks": [{"type": "image", "data": "", "format": "png"}]}
