@@ -64,7 +64,7 @@ _CODES |= {409: "FAILED_PRECONDITION", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILA
 
 Identity = Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]{1,128}$")]
 NewId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
-JobId = Annotated[str, Path(max_length=128)]
+JobId = Annotated[str, Path(max_length=135)]
 PageSize = Annotated[int, Query(alias="maxPageSize", ge=1, le=1000)]
 PageToken = Annotated[str, Query(alias="pageToken", max_length=128)]
 DeploymentId = Annotated[str, Query(alias="parentDeploymentId", max_length=128)]
@@ -140,8 +140,9 @@ class HotLoadRoutes:
         add_route(api, "POST", "/hotLoads", self.create, HotLoadBody)
         add_route(api, "GET", "/hotLoads", self.hot_loads)
         add_route(api, "GET", "/hotLoads/{hot_load_id}", self.hot_load)
+        # `{id}:cancel`, which is one segment of a path.
+        add_route(api, "POST", "/hotLoads/{hot_load_id}", self.cancel, CancelBody)
         add_route(api, "GET", "/hotLoads/{hot_load_id}/replicas", self.replicas)
-        add_route(api, "POST", "/hotLoads/{hot_load_id}:cancel", self.cancel, CancelBody)
         add_route(ledger, "GET", "/weights/ledger", self.ledger)
         combined.include_router(api)
         combined.include_router(ledger)
@@ -207,9 +208,12 @@ class HotLoadRoutes:
         return json_response({"replicas": shown, "nextPageToken": ""})
 
     async def cancel(self, hot_load_id: JobId, body: CancelRequest) -> Response:
-        """Cancel a hot load whose replicas have not begun to swap."""
+        """Cancel a hot load whose replicas have not begun to swap. The path ends with its id and `:cancel`."""
         source, jobs = await self._jobs()
-        job = await self._admin.ask(self._coordinator.cancel_update(_job(jobs, hot_load_id).job_id))
+        job_id, _, verb = hot_load_id.rpartition(":")
+        if verb != "cancel":
+            raise NotFound(f"unknown path {hot_load_id!r}: expected {hot_load_id}:cancel", param="hotLoadId")
+        job = await self._admin.ask(self._coordinator.cancel_update(_job(jobs, job_id).job_id))
         return json_response({"hotLoad": _hot_load(job, source)})
 
     async def ledger(self, version: LedgerVersion = None) -> Response:
