@@ -61,17 +61,9 @@ MISSING = -99999.0
 
 _TRAIN = "this service only samples; train with your own trainer, and push its weights (docs/guides/trainers.md)"
 _TRAINING = (
-    *(
-        "create_model",
-        "forward",
-        "forward_backward",
-        "optim_step",
-        "create_custom_loss",
-        "get_info",
-        "unload_model",
-    ),
+    *("create_model", "forward", "forward_backward", "optim_step", "unload_model", "create_custom_loss"),
     *("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "copy_weights"),
-    "weights_info",
+    *("get_info", "weights_info"),
 )
 REFUSED = {f"{TINKER_PREFIX}/{verb}": _TRAIN for verb in _TRAINING}
 """The routes that are rejected, and the alternative."""
