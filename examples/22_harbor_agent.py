@@ -1,6 +1,6 @@
 """A Harbor agent with one tool, `bash`: its calls are structured, and the service records them token for token.
 
-Harbor imports it by its path, from an environment of its own (Python 3.12 or later), with the example that runs a
+Harbor imports it by its path, from its own environment (Python 3.12 or later), with the example that runs a
 Harbor task as a rollout:
 
     agentloop rollout --tasks tasks.jsonl --agent-command \

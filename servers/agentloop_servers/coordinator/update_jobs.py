@@ -77,8 +77,13 @@ class UpdateJobTable:
             del self._jobs[next(iter(self._jobs))]
         now = self._wall_time()
         self._jobs[job.job_id] = job = replace(job, names=names, created_at=now, updated_at=now)
-        self._running = self._tasks.start(self._run(job.job_id))
-        await self._keep()
+        try:
+            await self._save(tuple(self._jobs.values()))
+        except Exception:
+            del self._jobs[job.job_id]
+            raise
+        if self._jobs[job.job_id].is_open:  # not cancelled during the save
+            self._running = self._tasks.start(self._run(job.job_id))
         return job
 
     async def cancel_update(self, job_id: str) -> UpdateJob:
@@ -87,13 +92,14 @@ class UpdateJobTable:
         if job.state is JobState.CANCELLED:
             return job
         may_end = job.state is JobState.PENDING or (job.is_open and self._replicas.sync.may_end_early)
-        if not may_end or self._running is None:
+        if not may_end:
             raise Conflict(
                 f"hot load {job_id} is {job.state}: it can be cancelled only until its replicas swap their weights"
             )
         job = self._changed(job_id, state=JobState.CANCELLED)
-        self._running.cancel()  # no await since the check: the update is still staging
-        await asyncio.wait([self._running])
+        if self._running is not None:  # an earlier job's task has ended, and ignores this
+            self._running.cancel()  # no await since the check: the update is still staging
+            await asyncio.wait([self._running])
         await self._keep()
         return job
 
