@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("zstandard", reason="needs zstandard (the extra store)")
 
 from agentloop.client.client import RolloutClient
+from agentloop.errors import StorageFull
 from agentloop_contracts.hot_load import HOT_LOAD_PREFIX
 from agentloop_servers.run.locks import take_lock
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_service, whole_site
@@ -243,3 +244,17 @@ async def test_a_service_without_a_store_for_hot_loads_names_the_setting(
         async with http.get(f"{url}{HOT_LOAD_PREFIX}/deployments/x") as answer:
             assert answer.status == 409
             assert "`follows: false`" in (await answer.json())["message"]
+
+
+async def test_a_hot_load_that_cannot_be_stored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(_: object) -> None:
+        raise StorageFull("the disk is full")
+
+    async with hot_load_site(tmp_path) as site:
+        site.upload("step-1", policy())
+        with monkeypatch.context() as patch:
+            patch.setattr(site.service.coordinator.jobs, "_save", full)
+            status, answer = await site.load("job-1", "step-1")
+            assert (status, answer["error"]["code"]) == (507, "storage_full")
+        assert (await site.get("/hotLoads"))["hotLoads"] == []
+        assert (await site.loaded("job-1", "step-1"))["status"]["state"] == "HOT_LOAD_STATE_COMPLETED"
