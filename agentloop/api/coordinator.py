@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
@@ -24,6 +25,7 @@ from agentloop.engine.interface import (
     EngineInfo,
     GroupInit,
     MemoryTag,
+    PublishedSource,
     PullVersion,
     StagingDevice,
     TransferPart,
@@ -434,6 +436,49 @@ class StoreStatus:
     error: str = ""
 
 
+class JobState(StrEnum):
+    PENDING = "pending"  # waits for the end of another update, a sleep or a wake
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateJob:
+    """A weight update to a folder of the service's store, which its client polls. Times are Unix seconds.
+
+    A client sets the first four fields, and the coordinator the others.
+    """
+
+    job_id: str
+    folder: str
+    base: str = ""  # the folder that the version's delta was made for; empty: a full version
+    kv_policy: KVPolicy | None = None  # None: the service's
+    state: JobState = JobState.PENDING
+    names: tuple[tuple[int, str], ...] = ()  # as in `PublishedSource`; the version comes first, once it is known
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    error: str = ""  # code and message of a failure
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in (JobState.PENDING, JobState.RUNNING)
+
+    @property
+    def version(self) -> int | None:
+        """The version that the weights get; None before the update starts."""
+        return self.names[0][0] if self.names and self.names[0][1] == self.folder else None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateJobs:
+    """The latest jobs, oldest first, and their store; None if the service has no store, or follows it."""
+
+    source: PublishedSource | None
+    jobs: tuple[UpdateJob, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaHold:
     """Replicas that keep a weight version for an evaluation: weight updates skip them until it ends."""
@@ -823,7 +868,23 @@ class SeeingPort(RecordsPort, Protocol):
         """Return the rows of the named metrics after the Unix time `since`; without names, of all metrics."""
 
 
-class FrontPort(RolloutPort, LeasePort, FleetPort, TrainerPort, SeeingPort, Protocol):
+class JobPort(Protocol):
+    """The coordinator's interface for weight updates that run without a caller."""
+
+    async def begin_update(self, job: UpdateJob) -> UpdateJob:
+        """Start a weight update that runs without its caller, also across restarts. Idempotent by `job_id`.
+
+        Raises Conflict without a store for jobs, while another job runs, and if `base` is not of a completed job.
+        """
+
+    async def update_jobs(self) -> UpdateJobs:
+        """Return the latest update jobs."""
+
+    async def cancel_update(self, job_id: str) -> UpdateJob:
+        """End a job whose replicas have not begun to swap. Raises NotFound and Conflict. Idempotent."""
+
+
+class FrontPort(RolloutPort, LeasePort, FleetPort, TrainerPort, JobPort, SeeingPort, Protocol):
     """The coordinator's interface for ingress processes."""
 
     async def drain(self) -> tuple[int, int]:

@@ -173,10 +173,15 @@ TrainerOrder: TypeAlias = GroupOrder | PullVersion
 
 @dataclass(frozen=True, slots=True)
 class PublishedSource:
-    """A run's published versions in a directory or at an fsspec URL (docs/guides/published-versions.md)."""
+    """A run's published versions in a directory or at an fsspec URL (docs/guides/published-versions.md).
+
+    `names` are the folders of versions that are not in `weight_vNNNNNN`: the update's own version first, then the
+    earlier versions that its deltas need.
+    """
 
     store: str
     run: str
+    names: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,8 +99,8 @@ class UpdateSource:
     def of(cls, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateSource:
         """Make the value. Its digest is the same for a repeated request."""
         token = "" if update.push is None else update.push.token
-        published = "" if update.published is None else f"{update.published.store} {update.published.run}"
-        source = update.directory or update.transfer or published
+        published = () if (of := update.published) is None else (of.store, of.run, *dict(of.names).values())
+        source = update.directory or update.transfer or " ".join(published)
         names = (str(update.version), source, update.adapter or "", token)
         return cls(update, kv_policy, hashlib.sha256("\0".join(names).encode()).hexdigest())
 

@@ -146,6 +146,13 @@ class ReplicaSync:
         return None if self._update is None else self._update.progress
 
     @property
+    def may_end_early(self) -> bool:
+        """True while the running update only stages: no replica has changed, and no change is stored."""
+        progress = self.progress
+        is_staging = progress is not None and progress.state == "staging"
+        return is_staging and self._desired.weights.pending is None
+
+    @property
     def reports(self) -> tuple[UpdateReport, ...]:
         """The reports of the latest updates, oldest first."""
         return tuple(self._reports)

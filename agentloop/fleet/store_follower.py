@@ -30,6 +30,7 @@ class FollowedStore:
     source: PublishedSource
     read_latest: Callable[[], Awaitable[int]]
     poll_s: float = 5.0
+    is_followed: bool = True  # False: a version is served only if an `UpdateJob` names it
 
 
 class StoreFollower:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from agentloop_contracts.hot_load import HotLoadRoutes
 from agentloop_contracts.sglang_bodies import ANSWER_SCHEMA, SglangBody
 from agentloop_contracts.sglang_calls import SglangCalls
 from agentloop_contracts.sglang_control import SglangControlRoutes
+from agentloop_contracts.tinker import TinkerRoutes
 from agentloop_contracts.vllm_calls import VllmCalls
 from agentloop_contracts.vllm_control import VllmControlRoutes
 from agentloop_servers.ingress.routes import GenerateDialect, RouteContext
@@ -27,6 +29,8 @@ def contracts(context: RouteContext) -> APIRouter:
         sglang,
         VllmControlRoutes(coordinator, admin, endpoint),
         SglangControlRoutes(coordinator, admin, sglang, endpoint),
+        HotLoadRoutes(coordinator, admin, endpoint),
+        TinkerRoutes(endpoint, token_calls),
     ):
         router.include_router(routes.router(keys))
     return router

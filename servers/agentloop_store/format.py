@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import blake3
@@ -114,7 +115,7 @@ class Index:
 
 
 class _Metadata(msgspec.Struct):
-    version: int | str
+    version: int | str = ""
     base_version: int | str | None = None
     delta_encoding: Encoding | None = None
     compression_format: str | None = None
@@ -127,13 +128,18 @@ class _IndexFile(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read_index(data: bytes, version: int) -> Index:
-    """Parse the index of `version`. Raises VersionDamaged, and WrongBase for a base that is not older."""
+def read_index(data: bytes, version: int, names: Mapping[int, str] = MappingProxyType({})) -> Index:
+    """Parse the index of `version`. Raises VersionDamaged, and WrongBase for a base that is not older.
+
+    `names` are the names of versions whose publisher does not number them. A full version may then be any
+    checkpoint; a delta contains its own name and the name of its base.
+    """
+    numbers: Mapping[Any, int] = {name: number for number, name in names.items()}
     try:
         file = msgspec.json.decode(data, type=_IndexFile)
-        metadata = file.metadata
-        base = None if metadata.base_version is None else int(metadata.base_version)
-        number = int(metadata.version)
+        metadata, named = file.metadata, file.metadata.base_version
+        base = None if named is None else int(numbers.get(named, named))
+        number = version if names and base is None else int(numbers.get(metadata.version, metadata.version))
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise VersionDamaged(f"the index of version {version} cannot be parsed: {error}") from error
     if number != version:

@@ -42,7 +42,8 @@ class ServedVersions:
         is_doubted = update.version == self._staged and not update.is_probe
         if not update.is_probe:
             self._staged = update.version
-        folder = await _made(self._local, self._store, update.version, is_doubted=is_doubted)
+        store = self._store if update.published is None else self._store.named(update.published.names)
+        folder = await _made(self._local, store, update.version, is_doubted=is_doubted)
         digest = update.digest or await in_daemon_thread(self._local.digest, update.version)
         return replace(update, published=None, directory=str(folder), digest=digest)
 

@@ -8,11 +8,13 @@ has one publisher. All calls block. Errors of the store's library are converted 
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from fsspec.core import url_to_fs
@@ -70,8 +72,15 @@ class VersionStore:
         self._root = root.rstrip("/")
         self._folder = f"{self._root}/{run}"
         self.place = str(self._fs.unstrip_protocol(self._folder))  # the URL of the run
+        self._names: Mapping[int, str] = {}
         self._is_local = isinstance(self._fs, LocalFileSystem)
         self.local_folder = Path(self._folder) if self._is_local else None  # the run's folder if the store is local
+
+    def named(self, names: Iterable[tuple[int, str]]) -> VersionStore:
+        """Return this store with the folders of `PublishedSource.names`."""
+        store = copy.copy(self)
+        store._names = dict(names)
+        return store
 
     # For readers
 
@@ -87,15 +96,18 @@ class VersionStore:
 
     def index(self, version: int) -> Index:
         """Read a version's index. Raises VersionMissing, VersionDamaged or WrongBase."""
-        data = self._read(f"{self._folder}/{folder_of(version)}/{INDEX_NAME}", MAX_INDEX_BYTES)
+        name = self._name(version)
+        data = self._read(f"{self._folder}/{name}/{INDEX_NAME}", MAX_INDEX_BYTES)
         if data is None:
-            raise VersionMissing(f"version {version} of run {self.run} is not in the store")
-        return read_index(data, version)
+            raise VersionMissing(f"version {version} of run {self.run} is not in the store: {name}/{INDEX_NAME}")
+        index = read_index(data, version, self._names)
+        # Indexes without checksums are equal for all versions of a model, so the name identifies the version.
+        return replace(index, raw=data + name.encode()) if version in self._names else index
 
     def fetch(self, index: Index, target: Path) -> None:
         """Copy a version's files into a folder. Raises VersionMissing or StorageFull."""
         names = sorted(set(index.files.values()))
-        paths = [f"{self._folder}/{folder_of(index.version)}/{name}" for name in names]
+        paths = [f"{self._folder}/{self._name(index.version)}/{name}" for name in names]
         with self._asked(f"version {index.version}", VersionMissing):
             num_bytes = sum(int(self._fs.size(path)) for path in paths)
             if num_bytes + MIN_FREE_BYTES > shutil.disk_usage(target).free:
@@ -133,6 +145,9 @@ class VersionStore:
             self._put(f"{self.run}/{folder_of(version)}\n".encode(), f"{self._folder}/{POINTER}")
 
     # Helpers
+
+    def _name(self, version: int) -> str:
+        return self._names.get(version) or folder_of(version)
 
     def _pointed(self) -> int | None:
         """Return the version in the pointer file; None without the file. Raises WrongRun or VersionDamaged."""

@@ -17,6 +17,7 @@ _BAD_REQUESTS = "servers/endpoint/test_bad_requests.py::test_"
 _RETRIES = "sessions/test_retries.py::test_"
 _MODELS = "parts/models/"
 _BAD_INPUT = "servers/endpoint/test_bad_input.py::test_"
+_HOT_LOAD = "parts/contracts/test_hot_load.py::test_"
 _KEYS = "servers/http/test_bad_keys.py::test_"
 _DISCONNECTS = "servers/endpoint/test_disconnects.py::test_"
 _ENDPOINT = "servers/endpoint/test_endpoint_service.py::test_"
@@ -555,6 +556,22 @@ ROWS: tuple[Row, ...] = (
         "messages for a model without a chat template",
         "400 with the hint `chat.template.file`; text and tokens are completed",
         ("servers/test_without_template.py::test_a_base_model_completes_text_and_tokens_and_refuses_messages",),
+    ),
+    Row(
+        "a hot load of a missing, damaged or other model's snapshot; a ledger entry of an unknown version",
+        "the hot load fails with one line, and the fleet keeps its weights; 404 with the known versions",
+        (
+            f"{_HOT_LOAD}a_snapshot_that_cannot_be_served_fails_and_the_fleet_keeps_its_weights",
+            f"{_HOT_LOAD}requests_that_are_refused",
+        ),
+    ),
+    Row(
+        "the coordinator restarts during a hot load; a hot load is cancelled while replicas stage",
+        "it continues under its id; the fleet keeps its weights and takes the next one",
+        (
+            f"{_HOT_LOAD}an_open_hot_load_continues_after_a_restart",
+            f"{_HOT_LOAD}a_hot_load_is_cancelled_while_replicas_stage_and_the_next_one_runs",
+        ),
     ),
 )
 

@@ -3,10 +3,12 @@
 verl's config selects three classes (see `docs/guides/trainers.md`):
 
 - `AgentLoopManager`, by `actor_rollout_ref.rollout.agent.agent_loop_manager_class`, rolls out prompts.
-- `ServiceCheckpointEngine`, the backend `agentloop`, registered by `checkpoint_engine.custom_backend_module`. It
-runs in every actor worker; all ranks gather the weights and the first one pushes them.
-- `AgentLoopTrainer`, the trainer mode `agentloop`, registered by VERL_USE_EXTERNAL_MODULES, is verl's asynchronous
-  trainer without rollout replicas on the training GPUs.
+- `ServiceCheckpointEngine`, the backend `agentloop`, runs in every actor worker; all ranks gather the weights, and
+  the first one pushes them.
+- `AgentLoopTrainer`, the trainer mode `agentloop`, is verl's asynchronous trainer without rollout replicas on the
+  training GPUs.
+
+verl imports this module by the entry point `verl.plugins`, which registers the last two.
 
 The service's weight versions are verl's `global_steps`. Data formats are those of verl 0.9.1:
 `AgentLoopOutput.as_dict` for the fields, and `verl/trainer/ppo/v1/agent_loop_tq.py` for the keys and tags that the

@@ -295,6 +295,9 @@ class WeightStoreSettings(_Strict):
     """Settings of a `source` that a package registers."""
     poll_s: Annotated[float, Field(ge=0.1)] = 5.0
     """Interval between two checks for a new version."""
+    follows: bool = True
+    """Serve each version that the run's pointer names; false: only versions that a hot load names. See
+    docs/guides/hot-load.md."""
     cache: str | None = None
     """Folder in which each host keeps two versions. Default: `weights` in the run's directory."""
 

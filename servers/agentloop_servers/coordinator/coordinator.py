@@ -26,6 +26,7 @@ from agentloop.api.coordinator import (
     NamedAdapter,
     ServiceStatus,
     StoreStatus,
+    UpdateJob,
     UpdateReport,
 )
 from agentloop.api.findings import degraded
@@ -47,12 +48,14 @@ from agentloop_servers.coordinator.history import History
 from agentloop_servers.coordinator.metrics import MetricsBook, count_update
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
+from agentloop_servers.coordinator.update_jobs import UpdateJobTable
 
 FLEET_WEIGHTS = "fleet_weights"
 STANDING_ORDERS = "standing_orders"
 FLEET_ADAPTERS = "fleet_adapters"
 FOLLOWED_VERSION = "followed_version"
 ENDPOINT_PLACES = "endpoint_places"
+UPDATE_JOBS = "update_jobs"
 """The keys under which the store keeps the state for the next coordinator."""
 
 
@@ -102,7 +105,10 @@ class Coordinator:
         store.time_commits(partial(self.replicas.tally.observe, "commit_seconds"))
         self.metrics_book = MetricsBook(partial(store.save_state, METRICS), clock.now)
         self._history = History()
-        self._follower = None if config.follows is None else self._follow(config.follows)
+        store_followed = config.follows if config.follows is not None and config.follows.is_followed else None
+        self._follower = None if store_followed is None else self._follow(store_followed)
+        save_jobs = partial(store.save_state, UPDATE_JOBS)
+        self.jobs = UpdateJobTable(self.replicas, config.follows, save_jobs, self._tasks, log)
         self._saved_reports: tuple[UpdateReport, ...] = ()
         self._is_closed = False
         self.refused: Counter[int] = Counter()  # HTTP status -> calls that its server refused
@@ -110,7 +116,7 @@ class Coordinator:
     def answering(self, call: str) -> Callable[..., Awaitable[Any]]:
         """Return the method that implements a call of the ports in `api/coordinator.py`."""
         fleet, work = (self.replicas, self.replicas.groups), (self.rollouts, self)
-        owners = (*fleet, *work, self.metrics_book, self.places, self._store)
+        owners = (*fleet, *work, self.metrics_book, self.places, self.jobs, self._store)
         return cast(Callable[..., Awaitable[Any]], next(getattr(one, call) for one in owners if hasattr(one, call)))
 
     async def start(self) -> None:
@@ -124,6 +130,7 @@ class Coordinator:
         self.replicas.sync.restore(weights, orders, self._saved_reports)
         if (adapters := await self._store.saved_state(FLEET_ADAPTERS, FleetAdapters)) is not None:
             self.replicas.sync.adapters.restore(adapters)
+        self.jobs.restore(await self._store.saved_state(UPDATE_JOBS, tuple[UpdateJob, ...]) or ())
         self.places.restore(await self._store.saved_state(ENDPOINT_PLACES, SavedPlaces))
         await self.rollouts.restore()
         self.metrics_book.restore(await self._store.saved_state(METRICS, SavedMetrics))

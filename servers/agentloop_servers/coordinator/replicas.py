@@ -299,6 +299,12 @@ class Replicas:
     async def update_weights(
         self, update: WeightUpdate, kv_policy: KVPolicy | None = None, force: bool = False
     ) -> UpdateReport:
+        return await self.run_update(update, kv_policy, force)
+
+    async def run_update(
+        self, update: WeightUpdate, kv_policy: KVPolicy | None = None, force: bool = False
+    ) -> UpdateReport:
+        """Update the weights. Cancelling the caller ends the update: only while `ReplicaSync.may_end_early`."""
         policy = self._config.kv_policy if kv_policy is None else kv_policy
         with self._update_under_way(update.version):
             try:
@@ -388,6 +394,11 @@ class Replicas:
         if version is not None and version != self._epoch_version:
             self._epoch_version = version
             self.balancer.new_epoch(is_flushed=policy is not KVPolicy.KEEP)
+
+    async def until_joined(self, deadline_at: float) -> None:
+        """Wait until a replica has joined, at most until the loop time `deadline_at`."""
+        while not self.fleet.replicas and await self._changed.wait_until(deadline_at):
+            pass
 
     def _is_awake(self, replica_id: str) -> bool:
         replica = self.fleet.get(replica_id)

@@ -5,6 +5,7 @@
     WorkerPort, RolloutPort, LeasePort    by `Rollouts`      (rollouts.py): `take`, `finish`, `submit`, `lease`, ...
     MetricsPort                           by `MetricsBook`   (metrics.py)
     records, images, turn journals        by `TrajectoryStore` (agentloop/storage/trajectory_store.py)
+    JobPort                               by `UpdateJobTable`  (update_jobs.py)
     endpoint processes                    by `EndpointPlaces`  (endpoint_places.py)
     the rest of FrontPort                 by `Coordinator`   (coordinator.py): `status`, `flight`, ...
 

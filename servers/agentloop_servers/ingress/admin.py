@@ -23,6 +23,7 @@ from agentloop.api.coordinator import (
     ReplicaHold,
     ServiceStatus,
     StoreStatus,
+    UpdateJob,
     UpdateReport,
 )
 from agentloop.api.owners import own_id
@@ -36,7 +37,7 @@ from agentloop.api.requests import (
     WakeBody,
     WeightsBody,
 )
-from agentloop.engine.interface import GroupInit, MemoryTag, PullVersion, WeightUpdate
+from agentloop.engine.interface import GroupInit, MemoryTag, PublishedSource, PullVersion, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, InvalidRequest
 from agentloop.types import PauseMode
 from agentloop.values import codec
@@ -270,6 +271,11 @@ class AdminRoutes:
         found = await asyncio.to_thread(self._found, source, "source_dir")
         to = self._new_path(folder, "local_checkpoint_dir")
         await self.ask(self._coordinator.pull_version(PullVersion(found, to, version, str(self._model))))
+
+    async def begin_update(self, job: UpdateJob) -> UpdateJob:
+        """Start an update job. It has no route here: dialects have verbs for it."""
+        self._rules.check_source(WeightUpdate(0, published=PublishedSource("", "")))
+        return await self.ask(self._coordinator.begin_update(job))
 
     async def sleep(self, body: Sleep) -> Response:
         """Pause every replica and release its memory. Idempotent."""

@@ -56,12 +56,11 @@ def engine_traces(config: ServiceConfig, run_dir: Path) -> EngineTraces | None:
 
 
 def followed_store(config: ServiceConfig, run_dir: Path) -> FollowedStore | None:
-    """Return the store whose published versions the service follows; None if not configured. Raises
-    InvalidRequest."""
+    """Return the store of published versions; None if not configured. Raises InvalidRequest."""
     if (weights := config.weights) is None:
         return None
     source = PublishedSource(weights.store, weights.run)
-    return FollowedStore(source, served_versions(config, run_dir).latest, weights.poll_s)
+    return FollowedStore(source, served_versions(config, run_dir).latest, weights.poll_s, weights.follows)
 
 
 def served_versions(config: ServiceConfig, run_dir: Path) -> Any:

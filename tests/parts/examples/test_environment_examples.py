@@ -31,6 +31,7 @@ WHY_NOT = refusal()
     ("name", "most"),
     [
         *((name, 60) for name in ("10_mcp_tool.py", "11_shell_tool.py", "16_nemo_gym.py")),
+        ("22_harbor_agent.py", 65),
         *((name, 110) for name in ("12_verifiers.py", "15_repair.py", "19_harbor.py")),
     ],
 )

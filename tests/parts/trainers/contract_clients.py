@@ -17,7 +17,10 @@ PUBLISHED = "- (requests as published)"
 
 @dataclass(frozen=True)
 class ContractClient:
-    """One client, and the reason for each verb that it does not have. `lock` is a file of requirements/."""
+    """One client, and the reason for each verb that it does not have. `lock` is a file of requirements/.
+
+    `needs` says how to install a client whose tests are skipped without it.
+    """
 
     label: str
     program: str
@@ -25,6 +28,7 @@ class ContractClient:
     package: str | None = None
     lock: str = ""
     lacks: Mapping[str, str] = field(default_factory=dict)
+    needs: str = ""
 
     @property
     def version(self) -> str:
@@ -72,6 +76,25 @@ CLIENTS = {
         "verl",
         "trainers/verl.txt",
         {"pause": "an update needs none", "refused": "names no version"},
+    ),
+    "tinker": ContractClient(
+        "Tinker",
+        "contract_tinker.py",
+        "Tinker",
+        "tinker",
+        "trainers/tinker.in",
+        {"update": "samples only", "pause": "has no pause", "refused": "names a version by path"},
+        "needs tinker in .venv/trainers/tinker: run `make test-contracts`",
+    ),
+    "cwtrain": ContractClient(
+        "CoreWeave's cwtrain",
+        "contract_cwtrain.py",
+        "hot load",
+        "cwtrain",
+        "trainers/cwtrain.in",
+        {"rollouts": MOVES_ONLY, "pause": MOVES_ONLY, "refused": MOVES_ONLY},
+        "needs cwtrain in .venv/trainers/cwtrain, with Python 3.12: install the package python3.12, and"
+        " run `make test-contracts` (PYTHON312=... names another interpreter)",
     ),
 }
 

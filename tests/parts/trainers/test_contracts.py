@@ -1,4 +1,4 @@
-"""Trainers' own clients on one service with two real engines, each in its environment: `make test-contracts`.
+"""Published clients on one service with two real engines, each in its environment: `make test-contracts`.
 
 The results of each client form a row of the table in `docs/guides/contracts.md`, which a complete run writes. The
 last tests kill a replica once for all clients, while each client has calls on it.
@@ -14,6 +14,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import tokenizers
 
 from agentloop.client.client import RolloutClient
 from agentloop_servers.config.service import ServiceConfig
+from agentloop_servers.net.tcp import listening_socket
 from agentloop_servers.processes.engine_parts import build_engine
 from tests.parts.trainers.contract_clients import CLIENTS, ROOT, VERBS, write
 from tests.servers.recompute import POLICY
@@ -34,6 +36,8 @@ pytestmark = [pytest.mark.trainers, pytest.mark.engine, pytest.mark.slow, pytest
 
 VERB_TIMEOUT_S = 240
 NUM_PROMPTS = 4
+S3 = ROOT / ".venv" / "clients" / "s3"
+RUN, REGION = "run-1", "us-east-1"
 GREEDY = "What is 17 times 23?"
 
 
@@ -45,8 +49,16 @@ def having(verb: str) -> list[str]:
 class ContractSite:
     """The service, its engines, the clients' processes, and their results."""
 
-    def __init__(self, client: RolloutClient, url: str, engines: list[RecordingEngine], run_dir: Path) -> None:
-        self.client, self.url, self.engines, self.run_dir = client, url, engines, run_dir
+    def __init__(
+        self,
+        client: RolloutClient,
+        url: str,
+        engines: list[RecordingEngine],
+        run_dir: Path,
+        bucket: dict[str, str],
+    ) -> None:
+        """`bucket` is the environment of a client that uploads weights."""
+        self.client, self.url, self.engines, self.run_dir, self.bucket = client, url, engines, run_dir, bucket
         self.tokenizer = tokenizers.Tokenizer.from_file(str(POLICY / "v1" / "tokenizer.json"))
         self.processes: dict[str, Process] = {}
         self.proved: defaultdict[str, set[str]] = defaultdict(set)
@@ -71,6 +83,8 @@ class ContractSite:
     async def _start(self, name: str) -> Process:
         client = CLIENTS[name]
         python = client.python if client.lock.startswith(("trainers", "clients")) else Path(sys.executable)
+        if client.needs and not python.exists():
+            pytest.skip(client.needs)
         assert python.exists(), f"no environment for {name}: run `make test-contracts`"
         prompts = [self.tokenizer.encode(f"{name}: call {number} of all") for number in range(NUM_PROMPTS)]
         environment = {
@@ -80,6 +94,10 @@ class ContractSite:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
+            "COREWEAVE_API_URL": self.url,
+            "COREWEAVE_API_TOKEN": "none",
+            "CWTRAIN_HOTLOAD_DEPLOYMENT_ID": RUN,
+            **self.bucket,
         }
         with (self.run_dir / f"{name}.log").open("w") as log:
             return await asyncio.create_subprocess_exec(
@@ -134,11 +152,35 @@ class ContractSite:
                 await process.wait()
 
 
+@asynccontextmanager
+async def bucket() -> AsyncIterator[dict[str, str]]:
+    """Serve S3 on this machine with moto, and let this process read it with s3fs. Yields a client's environment;
+    empty without them."""
+    if not (S3 / "bin").exists() or not CLIENTS["cwtrain"].python.exists():
+        yield {}
+        return
+    with listening_socket("127.0.0.1") as free:
+        port = str(free.getsockname()[1])
+    server = await asyncio.create_subprocess_exec(S3 / "bin" / "moto_server", "-H", "127.0.0.1", "-p", port)
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_EC2_METADATA_DISABLED": "true"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(next((S3 / "lib").glob("python*/site-packages")))])
+        for name, value in (
+            {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": REGION} | keys
+        ).items():
+            patch.setenv(name, value)
+        try:
+            yield {"CW_S3_ENDPOINT": f"http://127.0.0.1:{port}", "AWS_REGION": REGION, **keys}
+        finally:
+            server.terminate()
+            await server.wait()
+
+
 @pytest.fixture(scope="module")
 async def site(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> AsyncIterator[ContractSite]:
-    config = ServiceConfig.load(ROOT / "servers" / "cpu_push.yaml")
+    document = ServiceConfig.load(ROOT / "servers" / "cpu_push.yaml").model_dump()
     engines: list[RecordingEngine] = []
 
     def build(of: ServiceConfig) -> RecordingEngine:
@@ -146,15 +188,19 @@ async def site(
         return engines[-1]
 
     run_dir = tmp_path_factory.mktemp("run")
-    async with whole_site(config, run_dir, build) as service, RolloutClient(service.urls[0]) as client:
-        await client.wait_until_ready()
-        found = ContractSite(client, service.urls[0], engines, run_dir)
-        try:
-            yield found
-        finally:
-            await found.close()
+    async with bucket() as environment:
+        store = {"store": "s3://weights/policies", "run": RUN, "follows": False} if environment else None
+        config = ServiceConfig.model_validate({**document, "weights": store})
+        async with whole_site(config, run_dir, build) as service, RolloutClient(service.urls[0]) as client:
+            await client.wait_until_ready()
+            found = ContractSite(client, service.urls[0], engines, run_dir, environment)
+            try:
+                yield found
+            finally:
+                await found.close()
     asked = {item.name for item in request.session.items if item.path == Path(__file__)}
-    if len(asked) == sum(len(having(verb)) for verb in VERBS):
+    is_complete = len(asked) == sum(len(having(verb)) for verb in VERBS)
+    if is_complete and all(client.python.exists() for client in CLIENTS.values() if client.needs):
         write(found.proved)
 
 

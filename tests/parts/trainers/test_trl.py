@@ -88,3 +88,16 @@ async def test_grpo_corrects_by_the_recorded_logprobs_and_pushes_before_each_rol
         before + 3,
     ]
     assert await is_idle(url)
+
+
+async def test_grpo_in_server_mode_trains_with_the_service_as_its_vllm_server(url: str) -> None:
+    async with RolloutClient(url) as client:
+        before = (await client.status()).weight_version
+        assert before is not None
+        seen = await run_program("trl", "trl_server.py", url, "3")
+        assert (await client.status()).weight_version == before + 3
+    steps = [entry for entry in seen["history"] if "sampling/importance_sampling_ratio/mean" in entry]
+    assert len(steps) == 3
+    for step in steps:  # each rollout used the weights of its step, so the trainer computes the same logprobs
+        assert step["sampling/sampling_logp_difference/max"] < 1e-3
+    assert await is_idle(url)

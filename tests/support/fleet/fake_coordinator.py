@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -13,6 +14,7 @@ from agentloop.api.coordinator import (
     AdapterPush,
     EncodedPage,
     HostDrain,
+    JobState,
     LeaseOrders,
     LeaseReport,
     NamedAdapter,
@@ -25,6 +27,8 @@ from agentloop.api.coordinator import (
     RolloutTerms,
     ServiceStatus,
     StoreStatus,
+    UpdateJob,
+    UpdateJobs,
     UpdateReport,
     WorkerReport,
 )
@@ -33,7 +37,15 @@ from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, RecordFacts
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
-from agentloop.engine.interface import ALL_MEMORY, GroupInit, MemoryTag, PullVersion, TransferPart, WeightUpdate
+from agentloop.engine.interface import (
+    ALL_MEMORY,
+    GroupInit,
+    MemoryTag,
+    PublishedSource,
+    PullVersion,
+    TransferPart,
+    WeightUpdate,
+)
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -109,6 +121,8 @@ class FakeCoordinator:
         self.is_ready = True
         self.by_name: dict[str, NamedAdapter] = {}
         self.holds: tuple[ReplicaHold, ...] = ()
+        self.jobs: dict[str, UpdateJob] = {}
+        self.source: PublishedSource | None = None
         self.num_status_calls = 0
         self.status_delay_s = 0.0
         self.is_holding = False
@@ -349,6 +363,17 @@ class FakeCoordinator:
         [hold] = self.holds
         self.holds = self.holds if lease_s else ()
         return hold
+
+    async def begin_update(self, job: UpdateJob) -> UpdateJob:
+        self.jobs[job.job_id] = job
+        return job
+
+    async def update_jobs(self) -> UpdateJobs:
+        return UpdateJobs(self.source, tuple(self.jobs.values()))
+
+    async def cancel_update(self, job_id: str) -> UpdateJob:
+        self.jobs[job_id] = replace(self.jobs[job_id], state=JobState.CANCELLED)
+        return self.jobs[job_id]
 
     async def look_at_store(self) -> StoreStatus:
         raise Conflict("this service does not follow a store of versions", param="weights")

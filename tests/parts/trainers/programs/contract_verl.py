@@ -7,17 +7,15 @@ verl's training loop and actor workers need CUDA.
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "agentloop_trainers.verl"
-
 import numpy as np
+import plugin_metadata  # noqa: F401 - before verl, which then finds our plugin
 import ray
 import torch
 import transfer_queue as tq
-import verl  # registers our backend and our trainer
+import verl  # its plugins register our backend and our trainer
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from verbs import serve
@@ -41,7 +39,6 @@ def make_config(url: str) -> Any:
         "++actor_rollout_ref.rollout.custom.agentloop.tools=[calculator]",
         "++actor_rollout_ref.rollout.custom.agentloop.reward=exact_match",
         "++actor_rollout_ref.rollout.checkpoint_engine.backend=agentloop",
-        "++actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=agentloop_trainers.verl",
         f"++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.agentloop.url={url}",
         "++trainer.v1.trainer_mode=agentloop",
         "++actor_rollout_ref.rollout.name=vllm",
