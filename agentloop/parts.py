@@ -223,8 +223,13 @@ PARTS = (
     Part(
         "agentloop_verify",
         "cpu",
-        "comparison of recorded logprobs with those of the checkpoints",
-        {COMMANDS: {"check-logprobs": "agentloop_verify.check_logprobs:app"}},
+        "comparison of recorded logprobs with those of the checkpoints, and replays of trajectories",
+        {
+            COMMANDS: {
+                "check-logprobs": "agentloop_verify.check_logprobs:app",
+                "replay": "agentloop_verify.replay_command:app",
+            }
+        },
     ),
 )
 

@@ -48,6 +48,7 @@ OF_PARTS = {
     "eval": "Evaluate a served policy on environments, and compare two evaluations.",
     "models": "List published models, and download one as a model folder.",
     "check-logprobs": "Compare a run's recorded logprobs with those of the checkpoints that sampled them.",
+    "replay": "Re-execute a recorded trajectory, and name the first difference and its cause.",
 }
 """By command of an optional part: its line in the help."""
 
