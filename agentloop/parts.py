@@ -4,7 +4,7 @@ A part registers objects, each under a group and a name. Other distributions do 
 metadata (https://packaging.python.org/en/latest/specifications/entry-points/), for example
 
     [project.entry-points."agentloop_rollouts.commands"]
-    replay = "my_package.replay:app"
+    repeat = "my_package.repeat:app"
 
 An object of the groups `engines`, `routes`, `sinks` and `weight_sources` may have a pydantic model `Settings`. The
 object's section of the configuration is then validated by that model and passed to it as the argument `settings`.

@@ -111,7 +111,7 @@ _SET_TERMS = f"INSERT INTO rollout_terms VALUES (?, ?) ON CONFLICT (rollout_id) 
 _ADD_GROUP = (
     "INSERT INTO groups (rollout_id, group_id, num_samples, value) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
 )
-_GROUP = "SELECT value FROM groups WHERE rollout_id = ? AND group_id = ?"
+_GROUP_VALUE = "SELECT value FROM groups WHERE rollout_id = ? AND group_id = ?"
 _ADD_IMAGE = "INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING"
 _SAVE_STATE = f"INSERT INTO service_state VALUES (?, ?) ON CONFLICT (name) {_REPLACES}"
 _EPOCH = "epoch"  # the epoch of the store's newest owner
@@ -207,7 +207,7 @@ class TrajectoryReader:
     def group(self, rollout_id: str, group_id: str) -> RolloutGroup | None:
         """Return an accepted group; None for records of sessions, and after the rollout was deleted."""
         with self._reading():
-            row = self._db.execute(_GROUP, (rollout_id, group_id)).fetchone()
+            row = self._db.execute(_GROUP_VALUE, (rollout_id, group_id)).fetchone()
             return None if row is None else codec.decode(row[0], RolloutGroup)
 
     def updates(self) -> tuple[UpdateReport, ...]:

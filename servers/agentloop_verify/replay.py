@@ -64,7 +64,7 @@ _SHOWN_CHARS = 40
 _MAX_EXPECTED_FLIPS = 0.01  # by rounding; with fewer, another sampled token means another seed
 
 
-class Cause(StrEnum):
+class DifferenceCause(StrEnum):
     """The cause of the first difference between a record and its replay."""
 
     TEMPLATE = "template"  # the chat template, the tokenizer or the parser
@@ -80,7 +80,7 @@ class Difference:
     """The first difference. `token` is its index among the turn's sampled tokens; None: it is before them."""
 
     turn: int  # from 1, in the order of sampling
-    cause: Cause
+    cause: DifferenceCause
     detail: str
     token: int | None = None
     distance: float | None = None  # distance of the logprobs in nats; None: unknown
@@ -292,7 +292,7 @@ class Replay:
         if self.difference is None and self.num_turns < len(self.turns):
             reason = f"{replayed.stop_reason}{f': {replayed.error}' if replayed.error else ''}"
             detail = f"the loop ended ({reason}); the record has {len(self.turns)} turns"
-            self.difference = Difference(self.num_turns + 1, Cause.LOOP, detail)
+            self.difference = Difference(self.num_turns + 1, DifferenceCause.LOOP, detail)
         return ReplayReport(self.num_turns, self.num_tokens, self.max_distance, self.difference)
 
     # The engine of the replayed loop
@@ -354,29 +354,34 @@ class Replay:
         if sampling != turn.sampling:
             is_stop = replace(sampling, stop_token_ids=()) == replace(turn.sampling, stop_token_ids=())
             detail = f"the sampling parameters were {turn.sampling}, and are now {sampling}"
-            return Difference(number, Cause.TEMPLATE if is_stop else Cause.LOOP, detail)
+            return Difference(number, DifferenceCause.TEMPLATE if is_stop else DifferenceCause.LOOP, detail)
         if request.sampling.seed != turn.seed:
             detail = f"the record has the seed {turn.seed}, and its task gives {request.sampling.seed}"
-            return Difference(number, Cause.SEED, detail)
+            return Difference(number, DifferenceCause.SEED, detail)
         return None
 
     def _prompt_difference(
         self, recorded: RecordedTurn, request: GenerateRequest, ctx: LoopContext
-    ) -> tuple[Cause, str]:
+    ) -> tuple[DifferenceCause, str]:
         """Return the cause of a different prompt: a message, or its tokens."""
         for index, came in enumerate(ctx.messages):
             there = recorded.messages[index] if index < len(recorded.messages) else None
             if there is None or message_key(there, is_strict=True) != message_key(came, is_strict=True):
-                by_role = {"tool": Cause.TOOL, "assistant": Cause.TEMPLATE}
-                return by_role.get(came.role, Cause.LOOP), message_difference(index, there, came, is_strict=True)
+                by_role = {"tool": DifferenceCause.TOOL, "assistant": DifferenceCause.TEMPLATE}
+                return by_role.get(came.role, DifferenceCause.LOOP), message_difference(
+                    index, there, came, is_strict=True
+                )
         decode = self.chat.renderer.decode
         old, new = decode(recorded.prompt_ids.tolist()), decode(request.token_ids)
         results = (message.content for message in ctx.messages if message.role == "tool" and message.content)
         if (at := _difference_within(old, new, results)) is not None:
             shown = f"{old[at : at + _SHOWN_CHARS]!r} in the recorded tokens, {new[at : at + _SHOWN_CHARS]!r}"
-            return Cause.TOOL, f"a recorded tool result is not the text of its tokens: {shown} in its text"
+            return (
+                DifferenceCause.TOOL,
+                f"a recorded tool result is not the text of its tokens: {shown} in its text",
+            )
         came_ids = np.array(request.token_ids, np.int32)
-        return Cause.TEMPLATE, token_difference(recorded.prompt_ids, came_ids, decode)
+        return DifferenceCause.TEMPLATE, token_difference(recorded.prompt_ids, came_ids, decode)
 
     async def _output_difference(
         self, recorded: RecordedTurn, request: GenerateRequest, generation: Generation
@@ -411,7 +416,7 @@ class Replay:
         shown = f"{decode(old)!r} was sampled, and now {decode(generation.token_ids[place : place + 1])!r}"
         if again.token_ids != generation.token_ids[: place + 1]:
             shown += "; the engine samples other tokens each time"
-            return Difference(recorded.number, Cause.ENGINE, shown, place, distance)
+            return Difference(recorded.number, DifferenceCause.ENGINE, shown, place, distance)
         likely = dict(again.top_logprobs[place]) if place < len(again.top_logprobs) else {}
         if old and likely:
             # A token that is not among the most likely ones is at most as likely as the last of them.
@@ -421,15 +426,17 @@ class Replay:
             return self._other_distribution(recorded, place, shown, distance)
         is_greedy = request.sampling.temperature == 0
         is_rounding = is_greedy or distance * (self.num_tokens + place + 1) > _MAX_EXPECTED_FLIPS
-        return Difference(recorded.number, Cause.ENGINE if is_rounding else Cause.SEED, shown, place, distance)
+        return Difference(
+            recorded.number, DifferenceCause.ENGINE if is_rounding else DifferenceCause.SEED, shown, place, distance
+        )
 
     def _other_distribution(self, recorded: RecordedTurn, place: int, shown: str, distance: float) -> Difference:
         info, turn = self.engine.info, recorded.turn
         if (info.name, info.quantization) != (turn.engine or info.name, turn.quantization):
             there, here = f"{turn.engine} {turn.quantization}".strip(), f"{info.name} {info.quantization}".strip()
             detail = f"sampled by {there}, replayed by {here}: {shown}"
-            return Difference(recorded.number, Cause.ENGINE, detail, place, distance)
-        return Difference(recorded.number, Cause.WEIGHTS, shown, place, distance)
+            return Difference(recorded.number, DifferenceCause.ENGINE, detail, place, distance)
+        return Difference(recorded.number, DifferenceCause.WEIGHTS, shown, place, distance)
 
 
 def _difference_within(old: str, new: str, contents: Iterable[str]) -> int | None:

@@ -21,7 +21,7 @@ from agentloop.types import Message, RolloutGroup, RolloutTask, Trajectory, Weig
 from agentloop_servers.cli.commands import app
 from agentloop_servers.config.service import CONFIG_NAME, ServiceConfig
 from agentloop_servers.processes.engine_parts import build_engine
-from agentloop_verify.replay import Cause, ReplayReport
+from agentloop_verify.replay import DifferenceCause, ReplayReport
 from tests.parts.verify.replayed_runs import ROLLOUT, ReplayWorld, with_path, with_seeds, with_tool_text
 from tests.support.records.samples import fill_store
 from tests.support.transfer.adapters import POLICY
@@ -56,7 +56,7 @@ async def world() -> AsyncIterator[ReplayWorld]:
     await engine.close()
 
 
-def cause(report: ReplayReport) -> tuple[int, Cause]:
+def cause(report: ReplayReport) -> tuple[int, DifferenceCause]:
     assert report.difference is not None
     return report.difference.turn, report.difference.cause
 
@@ -75,7 +75,7 @@ async def test_live_tools_run_again(world: ReplayWorld) -> None:
     assert (await world.replay(record, TASK, runs_tools=True)).difference is None
     world.tool = wrong_calculator
     report = await world.replay(record, TASK, runs_tools=True)
-    assert cause(report) == (2, Cause.TOOL)
+    assert cause(report) == (2, DifferenceCause.TOOL)
     assert report.difference is not None
     assert report.difference.detail == "messages[2]: tool '[call_1_0] 41' was there, tool '[call_1_0] 43' came"
     assert (await world.replay(record, TASK)).difference is None
@@ -85,7 +85,7 @@ async def test_a_changed_text_of_a_tool_result_is_named(world: ReplayWorld) -> N
     record = await world.record(TASK)
     assert cause(await world.replay(with_path(record, lambda path: with_tool_text(path, "17")), TASK)) == (
         2,
-        Cause.TOOL,
+        DifferenceCause.TOOL,
     )
 
 
@@ -96,13 +96,16 @@ async def test_a_changed_template_is_named(world: ReplayWorld, tmp_path: Path) -
     assert "<tool_response>" in template
     (model / "chat_template.jinja").write_text(template.replace("<tool_response>", "<tool_response>\n", 1))
     changed = ReplayWorld(world.engine, model=model)
-    assert cause(await changed.replay(record, TASK)) == (2, Cause.TEMPLATE)
+    assert cause(await changed.replay(record, TASK)) == (2, DifferenceCause.TEMPLATE)
 
 
 async def test_a_changed_seed_is_named_before_and_after_sampling(world: ReplayWorld) -> None:
     record = await world.record(TASK)
     other = await world.record(replace(TASK, seed=8))
-    assert cause(await world.replay(with_path(record, lambda path: with_seeds(path, 1)), TASK)) == (1, Cause.SEED)
+    assert cause(await world.replay(with_path(record, lambda path: with_seeds(path, 1)), TASK)) == (
+        1,
+        DifferenceCause.SEED,
+    )
     # The record has the tokens of seed 8 and says that it was seed 7.
     seeds = [turn.seed for turn in record.path.turns]
     planted = with_path(
@@ -112,7 +115,7 @@ async def test_a_changed_seed_is_named_before_and_after_sampling(world: ReplayWo
         ),
     )
     report = await world.replay(planted, TASK)
-    assert cause(report) == (1, Cause.SEED)
+    assert cause(report) == (1, DifferenceCause.SEED)
     assert report.difference is not None
     assert report.difference.distance == 0
 
@@ -123,7 +126,7 @@ async def test_changed_weights_and_another_engine_are_named(world: ReplayWorld) 
         record, lambda path: replace(path, weight_versions=(WeightVersionSpan(1, 0, len(path.response_ids)),))
     )
     report = await world.replay(other, TASK, {1: POLICY})
-    assert cause(report) == (1, Cause.WEIGHTS)
+    assert cause(report) == (1, DifferenceCause.WEIGHTS)
     assert report.difference is not None
     assert report.difference.distance is not None
     assert report.difference.distance > 0.1
@@ -131,15 +134,18 @@ async def test_changed_weights_and_another_engine_are_named(world: ReplayWorld) 
     sampled_elsewhere = with_path(
         other, lambda path: replace(path, turns=tuple(replace(turn, engine="vllm") for turn in path.turns))
     )
-    assert cause(await world.replay(sampled_elsewhere, TASK, {1: POLICY})) == (1, Cause.ENGINE)
+    assert cause(await world.replay(sampled_elsewhere, TASK, {1: POLICY})) == (1, DifferenceCause.ENGINE)
 
 
 async def test_a_loop_that_does_something_else_is_named(world: ReplayWorld) -> None:
     record = await world.record(TASK)
     report = await world.replay(record, replace(TASK, loop=f"{HERE}:WithoutTools"))
-    assert cause(report) == (2, Cause.LOOP)
-    assert cause(await world.replay(record, replace(TASK, temperature=0.5))) == (1, Cause.LOOP)
-    assert cause(await world.replay(record, replace(TASK, messages=(Message("user", "?"),)))) == (1, Cause.LOOP)
+    assert cause(report) == (2, DifferenceCause.LOOP)
+    assert cause(await world.replay(record, replace(TASK, temperature=0.5))) == (1, DifferenceCause.LOOP)
+    assert cause(await world.replay(record, replace(TASK, messages=(Message("user", "?"),)))) == (
+        1,
+        DifferenceCause.LOOP,
+    )
 
 
 def run_of(folder: Path, record: Trajectory, task: RolloutTask | None = TASK) -> str:

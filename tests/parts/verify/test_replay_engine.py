@@ -13,7 +13,7 @@ import pytest
 from agentloop.client.rollout import load_tasks
 from agentloop.types import RolloutTask, Trajectory
 from agentloop_servers.config.service import CHECKOUT
-from agentloop_verify.replay import MAX_DISTANCE, Cause, Difference, ReplayReport
+from agentloop_verify.replay import MAX_DISTANCE, DifferenceCause, Difference, ReplayReport
 from tests.parts.verify.replayed_runs import ReplayWorld, with_path, with_tool_text
 from tests.support.transfer.adapters import POLICY
 
@@ -72,7 +72,7 @@ async def test_a_changed_template_is_named(recorded: Recorded, tmp_path: Path) -
     template = (model / "chat_template.jinja").read_text()
     (model / "chat_template.jinja").write_text(template.replace("<tool_response>", "<tool_response>\n", 1))
     found = difference(await ReplayWorld(recorded.world.engine, model=model).replay(record, task))
-    assert (found.turn, found.cause, found.token) == (2, Cause.TEMPLATE, None)
+    assert (found.turn, found.cause, found.token) == (2, DifferenceCause.TEMPLATE, None)
 
 
 async def test_tokens_of_another_seed_are_named(recorded: Recorded) -> None:
@@ -83,20 +83,20 @@ async def test_tokens_of_another_seed_are_named(recorded: Recorded) -> None:
     turns = [replace(turn, seed=record.path.turns[0].seed) for turn in other.path.turns[:1]]
     planted = with_path(other, lambda path: replace(path, turns=tuple(turns)))
     found = difference(await recorded.world.replay(planted, task))
-    assert (found.turn, found.cause) == (1, Cause.SEED)
+    assert (found.turn, found.cause) == (1, DifferenceCause.SEED)
     assert found.distance is not None
     assert found.distance <= MAX_DISTANCE
     relabeled = [replace(turn, seed=(turn.seed or 0) + 1) for turn in record.path.turns]
     planted = with_path(record, lambda path: replace(path, turns=tuple(relabeled)))
     found = difference(await recorded.world.replay(planted, task))
-    assert (found.turn, found.cause, found.token) == (1, Cause.SEED, None)
+    assert (found.turn, found.cause, found.token) == (1, DifferenceCause.SEED, None)
 
 
 async def test_other_weights_are_named(recorded: Recorded) -> None:
     task, record = recorded.with_tools
     [version] = record.versions
     found = difference(await recorded.world.replay(record, task, {version: POLICY.parent / "v1"}))
-    assert (found.turn, found.cause) == (1, Cause.WEIGHTS)
+    assert (found.turn, found.cause) == (1, DifferenceCause.WEIGHTS)
     assert found.distance is not None
     assert found.distance > MAX_DISTANCE
     recorded.world.folder = POLICY.parent / "v1"  # the engine serves it now
@@ -108,4 +108,4 @@ async def test_a_changed_tool_result_is_named(recorded: Recorded) -> None:
     task, record = recorded.with_tools
     planted = with_path(record, lambda path: with_tool_text(path, "1000000"))
     found = difference(await recorded.world.replay(planted, task))
-    assert (found.turn, found.cause) == (2, Cause.TOOL)
+    assert (found.turn, found.cause) == (2, DifferenceCause.TOOL)
