@@ -209,8 +209,13 @@ PARTS = (
         "serve,export",
         "the viewer, reports and exports of a run",
         {
-            COMMANDS: {"export": "agentloop_view.export:app", "view": "agentloop_view.view:app"},
+            COMMANDS: {
+                "export": "agentloop_view.export:app",
+                "import": "agentloop_view.imported:app",
+                "view": "agentloop_view.view:app",
+            },
             EXPORTERS: {
+                "atif": "agentloop_view.exporters:atif",
                 "hf": "agentloop_view.exporters:hf",
                 "html": "agentloop_view.exporters:html",
                 "jsonl": "agentloop_view.exporters:jsonl",

@@ -21,6 +21,7 @@ class ExportRequest:
     mask_constrained: bool = False  # exclude tokens constrained by a grammar, a bias or `min_tokens` from the mask
     endpoint: str = ""  # the server, for formats that are sent
     content: bool = False  # include messages in formats that omit them by default
+    prompt_ids: bool = True  # include the prompt of each turn in formats that repeat it
 
     def target(self, ending: str) -> Path:
         """Return the file or folder to write."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import cast
 
+from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve_extra
 from agentloop.storage.exports import ExportRequest
-from agentloop.storage.trajectory_store import folder_of
+from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.config.service import model_of
+from agentloop_view.atif import AtifWriter
 from agentloop_view.report import write_report
 from agentloop_view.timeline import write_timeline
 
@@ -27,6 +33,18 @@ def hf(request: ExportRequest) -> str:
     """Write a dataset folder for the package `datasets`."""
     model = model_of(folder_of(request.store))
     return _rows(request, "hf", **({} if model is None else {"model": model.name}))
+
+
+def atif(request: ExportRequest) -> str:
+    """Write a folder with the ATIF files of each trajectory."""
+    target, run_dir = request.target("atif"), folder_of(request.store)
+    model = model_of(run_dir)
+    with closing(TrajectoryReader(request.store)) as reader, new_folder(target) as folder:
+        writer = AtifWriter(folder, target, run_dir, None if model is None else model.name, request.prompt_ids)
+        records = reader.trajectories(request.rollout_id)
+        masked = (one.without_constrained() if request.mask_constrained else one for one in records)
+        num_files = [writer.write(record, number) for number, record in enumerate(masked)]
+    return f"{len(num_files)} trajectories in {sum(num_files)} files in {target}"
 
 
 def html(request: ExportRequest) -> str:
@@ -49,3 +67,18 @@ def _rows(request: ExportRequest, kind: str, **about: object) -> str:
     about["mask_constrained"] = request.mask_constrained
     num = export(request.store, target, kind, request.rollout_id, **about)
     return f"{num} rows in {target}"
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder that gets its name at the end of the block. Raises InvalidRequest if it is not empty."""
+    target = target.absolute()
+    if target.is_dir() and any(target.iterdir()):
+        raise InvalidRequest(f"the folder {target} is not empty: remove it, or choose another one", param="out")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        os.replace(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
