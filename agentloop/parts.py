@@ -219,6 +219,7 @@ PARTS = (
                 "hf": "agentloop_view.exporters:hf",
                 "html": "agentloop_view.exporters:html",
                 "jsonl": "agentloop_view.exporters:jsonl",
+                "ledger": "agentloop_view.exporters:ledger",
                 "parquet": "agentloop_view.exporters:parquet",
                 "perfetto": "agentloop_view.exporters:perfetto",
             },

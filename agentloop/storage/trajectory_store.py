@@ -210,6 +210,20 @@ class TrajectoryReader:
             row = self._db.execute(_GROUP_VALUE, (rollout_id, group_id)).fetchone()
             return None if row is None else codec.decode(row[0], RolloutGroup)
 
+    def annotated(self, name: str = "", rollout_id: str | None = None) -> Iterator[AnnotatedRecord]:
+        """Yield records with their annotations, in commit order: those with the annotation `name`, or all."""
+        conditions, values = [retention.HAS_VALUE], []
+        if name:
+            conditions, values = [*conditions, "seq IN (SELECT seq FROM annotations WHERE name = ?)"], [name]
+        if rollout_id is not None:
+            conditions, values = [*conditions, "rollout_id = ?"], [*values, rollout_id]
+        with self._reading():
+            found = self._db.execute(
+                f"SELECT seq FROM trajectories WHERE {' AND '.join(conditions)} ORDER BY seq", values
+            )
+            seqs = [row[0] for row in found.fetchall()]
+        yield from map(self.record_at, seqs)
+
     def updates(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates, oldest first."""
         with self._reading():

@@ -54,6 +54,13 @@ def html(request: ExportRequest) -> str:
     return f"{num_full} full records in {target}"
 
 
+def ledger(request: ExportRequest) -> str:
+    """Write a Parquet file with one row per sampled token: ids, versions, ages and both sides' logprobs."""
+    export = cast(Callable[..., int], resolve_extra("agentloop_view.rows:export_ledger", "export"))
+    target = request.target("ledger.parquet")
+    return f"{export(request.store, target, request.rollout_id):,} tokens in {target}"
+
+
 def perfetto(request: ExportRequest) -> str:
     """Write a timeline for Perfetto."""
     target = request.target("perfetto.json")

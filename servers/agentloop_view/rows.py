@@ -41,6 +41,7 @@ from agentloop.types import (
 )
 from agentloop.values import codec
 from agentloop.values.sampling import TurnSampling
+from agentloop_view.ages import TurnTokens, trainer_version, turn_tokens
 
 ExportFormat = Literal["parquet", "jsonl", "hf"]
 
@@ -259,6 +260,64 @@ def export(
         store.close()
         shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
     return num_rows
+
+
+_LEDGER: dict[str, pa.DataType] = {
+    "rollout_id": pa.string(),
+    "group_id": pa.string(),
+    "sample_index": pa.int32(),
+    "path": pa.int32(),
+    "turn_id": pa.string(),
+    "position": pa.int32(),  # in the response
+    "token_id": pa.int32(),
+    "weight_version": pa.int64(),
+    "age": pa.int64(),  # null: unknown
+    "trained": pa.bool_(),  # in the mask
+    "logprob": pa.float32(),
+    "raw_logprob": pa.float32(),
+    "trainer_logprob": pa.float32(),  # null: not annotated
+}
+LEDGER_SCHEMA = pa.schema(_LEDGER)
+"""The columns of the ledger: one row per sampled token."""
+
+
+def export_ledger(store: str | Path | Home, out: Path, rollout_id: str | None) -> int:
+    """Write a Parquet file with one row per sampled token of a store; return the number of rows."""
+    num_rows, unfinished = 0, out.with_name(f".{out.name}.{os.getpid()}.part")
+    reader = TrajectoryReader(store)
+    try:
+        with pq.ParquetWriter(unfinished, LEDGER_SCHEMA, compression="zstd") as writer:
+            for annotated in reader.annotated(rollout_id=rollout_id):
+                record = codec.decode(annotated.data, Trajectory)
+                newest = trainer_version(record, annotated.annotations)
+                for tokens in turn_tokens(record, annotated.annotations):
+                    writer.write_table(_ledger_rows(record, tokens, newest))
+                    num_rows += len(tokens.places)
+        os.replace(unfinished, out)
+    finally:
+        reader.close()
+        unfinished.unlink(missing_ok=True)
+    return num_rows
+
+
+def _ledger_rows(record: Trajectory, tokens: TurnTokens, newest: int | None) -> pa.Table:
+    num, path, places = len(tokens.places), tokens.path, tokens.places
+    nothing = pa.nulls(num)
+    columns: Row = {
+        **{name: [getattr(record, name)] * num for name in ("rollout_id", "group_id", "sample_index")},
+        "path": [tokens.path_index] * num,
+        "turn_id": [tokens.turn.turn_id] * num,
+        "position": places,
+        "token_id": path.response_ids[places],
+        "weight_version": tokens.versions,
+        "age": nothing if newest is None else newest - tokens.versions,
+        "trained": path.response_mask[places],
+        "logprob": path.logprobs[places],
+        "raw_logprob": nothing if path.raw_logprobs is None else path.raw_logprobs[places],
+        "trainer_logprob": nothing if tokens.trainer_logprobs is None else tokens.trainer_logprobs,
+    }
+    arrays = [pa.array(columns[field.name]).cast(field.type) for field in LEDGER_SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=LEDGER_SCHEMA)
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:

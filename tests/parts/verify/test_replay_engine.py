@@ -13,7 +13,7 @@ import pytest
 from agentloop.client.rollout import load_tasks
 from agentloop.types import RolloutTask, Trajectory
 from agentloop_servers.config.service import CHECKOUT
-from agentloop_verify.replay import MAX_DISTANCE, DifferenceCause, Difference, ReplayReport
+from agentloop_verify.replay import MAX_DISTANCE, Difference, DifferenceCause, ReplayReport
 from tests.parts.verify.replayed_runs import ReplayWorld, with_path, with_tool_text
 from tests.support.transfer.adapters import POLICY
 
