@@ -53,8 +53,11 @@ Prefix: TypeAlias = tuple[str, int]
 """The key of a prompt prefix, and its length in tokens. Prompts with this key share these tokens."""
 
 
-def prefixes_of(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
-    """Return the keys of a prompt's prefixes, the longest first. Prompts with equal prefixes have equal keys."""
+def prefixes_of(token_ids: Sequence[int], affinity: str = "") -> tuple[Prefix, ...]:
+    """Return the keys of a prompt's prefixes, the longest first. Prompts with equal prefixes have equal keys.
+
+    Prompts with the same `affinity` are assumed to share all their tokens, so that they run on one replica.
+    """
     prefixes: list[Prefix] = []
     begin = checksum = 0
     for end in PREFIX_LENGTHS:
@@ -63,6 +66,8 @@ def prefixes_of(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
         checksum = crc32(array("i", token_ids[begin:end]), checksum)
         prefixes.append((f"ids-{checksum:x}", end))
         begin = end
+    if affinity and token_ids:
+        prefixes.append((f"key-{affinity}", len(token_ids)))
     return tuple(reversed(prefixes))
 
 
