@@ -18,12 +18,10 @@ import numpy as np
 from agentloop.api.coordinator import WorkerPort, assignment_id_of
 from agentloop.concurrency.clock import Stopwatch
 from agentloop.engine.interface import Delta, Engine, OnProgress, TokenEngine, WeightUpdate
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
-from agentloop.parsers.base import Parser
-from agentloop.rendering.port import Renderer
 from agentloop.rollout.budget import LimitReached
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.environment import LoadedEnvironment
@@ -53,6 +51,7 @@ from agentloop.types import (
 )
 from agentloop.values.checks import MAX_TOP_LOGPROBS
 from agentloop.values.sampling import turn_sampling
+from agentloop_servers.chat_format.load import ChatFormat
 
 MAX_DISTANCE = 1e-4
 """The largest distance of two logprobs (nats) that counts as rounding, in float32."""
@@ -107,37 +106,6 @@ class RecordedTurn:
     token_ids: IntArray
     logprobs: FloatArray
     messages: tuple[Message, ...]  # its path's conversation
-
-
-@dataclass(frozen=True, slots=True)
-class ChatParts:
-    """The conversion between messages and token ids that the replay uses."""
-
-    renderer: Renderer
-    parser: Parser
-    parser_name: str
-    max_context_tokens: int
-
-
-class ReplayWeights:
-    """Serves the recorded weight versions from folders, one at a time."""
-
-    def __init__(
-        self, engine: Engine, folders: Mapping[int, Path], served: Path | None, kv_policy: KVPolicy
-    ) -> None:
-        """`served` is the folder of the weights that the engine serves already."""
-        self.folders = folders
-        self._engine, self._kv_policy = engine, kv_policy
-        self._served = None if served is None else (engine.weight_version, served)
-
-    async def serve(self, version: int) -> None:
-        """Commit a version unless it is served. Raises the errors of `stage` and `commit`."""
-        wanted = version, self.folders[version]
-        if wanted != self._served:
-            await self._engine.stage(WeightUpdate(version, str(wanted[1])))
-            await self._engine.pause(PauseMode.KEEP, self._kv_policy)
-            await self._engine.commit(version, resumes=True)
-            self._served = wanted
 
 
 def recorded_turns(record: Trajectory) -> dict[str, RecordedTurn]:
@@ -251,8 +219,11 @@ class Replay:
     task: RolloutTask
     turns: Mapping[str, RecordedTurn]
     engine: Engine
-    weights: ReplayWeights
-    chat: ChatParts
+    chat: ChatFormat
+    max_context_tokens: int
+    folders: Mapping[int, Path]  # checkpoints by weight version
+    served: tuple[int, Path] | None  # version and checkpoint that the engine serves; None: dummy weights
+    kv_policy: KVPolicy
     tools: Sequence[Tool] = ()
     runs_tools: bool = False
     num_turns: int = field(default=0, init=False)
@@ -270,10 +241,10 @@ class Replay:
             coordinator=cast(WorkerPort, None),  # not used, because the lease never moves
             connect=lambda url: cast(TokenEngine, self),
             renderer=chat.renderer,
-            reader=TurnReader(chat.renderer, chat.parser, chat.parser_name),
+            reader=TurnReader(chat.renderer, chat.parser, chat.name),
             toolbox=toolbox,
-            config=WorkerConfig(),
-            max_context_tokens=chat.max_context_tokens,
+            config=WorkerConfig(kv_policy=self.kv_policy),
+            max_context_tokens=self.max_context_tokens,
             vocab_size=chat.renderer.vocab_size,
             placer=ImagePlacer(takes_images=False),
             reporter=LeaseReporter("", None),
@@ -311,7 +282,7 @@ class Replay:
                 # The recorded length also repeats a turn that a stop string or its deadline cut.
                 sampling = replace(request.sampling, max_tokens=len(recorded.token_ids))
                 request = replace(request, sampling=sampling)
-                await self.weights.serve(recorded.versions[0])
+                await self._serve(recorded.versions[0])
                 generation = await self.engine.generate(request)
                 self.difference = await self._output_difference(recorded, request, generation)
         except AgentLoopError as error:
@@ -335,6 +306,15 @@ class Replay:
     async def abort(self, request_id: str) -> None:
         """Do nothing: cancelling `generate` ends the turn."""
 
+    async def _serve(self, version: int) -> None:
+        """Commit a version unless it is served. Raises the errors of `stage` and `commit`."""
+        wanted = version, self.folders[version]
+        if wanted != self.served:
+            await self.engine.stage(WeightUpdate(version, str(wanted[1])))
+            await self.engine.pause(PauseMode.KEEP, self.kv_policy)
+            await self.engine.commit(version, resumes=True)
+            self.served = wanted
+
     # Differences
 
     @property
@@ -348,8 +328,7 @@ class Replay:
         turn, number = recorded.turn, recorded.number
         if request.token_ids != tuple(recorded.prompt_ids.tolist()):
             return Difference(number, *self._prompt_difference(recorded, request, ctx))
-        if turn.sampling is None:
-            raise InvalidRequest(f"turn {number} has no sampling parameters")
+        assert turn.sampling is not None, "one of the `obstacles`"
         sampling = turn_sampling(request.sampling, turn.sampling.logprobs_mode)
         if sampling != turn.sampling:
             is_stop = replace(sampling, stop_token_ids=()) == replace(turn.sampling, stop_token_ids=())
@@ -368,18 +347,15 @@ class Replay:
             there = recorded.messages[index] if index < len(recorded.messages) else None
             if there is None or message_key(there, is_strict=True) != message_key(came, is_strict=True):
                 by_role = {"tool": DifferenceCause.TOOL, "assistant": DifferenceCause.TEMPLATE}
-                return by_role.get(came.role, DifferenceCause.LOOP), message_difference(
-                    index, there, came, is_strict=True
-                )
+                detail = message_difference(index, there, came, is_strict=True)
+                return by_role.get(came.role, DifferenceCause.LOOP), detail
         decode = self.chat.renderer.decode
         old, new = decode(recorded.prompt_ids.tolist()), decode(request.token_ids)
         results = (message.content for message in ctx.messages if message.role == "tool" and message.content)
         if (at := _difference_within(old, new, results)) is not None:
             shown = f"{old[at : at + _SHOWN_CHARS]!r} in the recorded tokens, {new[at : at + _SHOWN_CHARS]!r}"
-            return (
-                DifferenceCause.TOOL,
-                f"a recorded tool result is not the text of its tokens: {shown} in its text",
-            )
+            detail = f"a recorded tool result is not the text of its tokens: {shown} in its text"
+            return DifferenceCause.TOOL, detail
         came_ids = np.array(request.token_ids, np.int32)
         return DifferenceCause.TEMPLATE, token_difference(recorded.prompt_ids, came_ids, decode)
 
@@ -426,9 +402,8 @@ class Replay:
             return self._other_distribution(recorded, place, shown, distance)
         is_greedy = request.sampling.temperature == 0
         is_rounding = is_greedy or distance * (self.num_tokens + place + 1) > _MAX_EXPECTED_FLIPS
-        return Difference(
-            recorded.number, DifferenceCause.ENGINE if is_rounding else DifferenceCause.SEED, shown, place, distance
-        )
+        cause = DifferenceCause.ENGINE if is_rounding else DifferenceCause.SEED
+        return Difference(recorded.number, cause, shown, place, distance)
 
     def _other_distribution(self, recorded: RecordedTurn, place: int, shown: str, distance: float) -> Difference:
         info, turn = self.engine.info, recorded.turn

@@ -24,18 +24,10 @@ from agentloop_servers.cli.terminal import PLAIN, clear_errors, find_modules_her
 from agentloop_servers.config.engines import EngineEntry
 from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.processes.engine_parts import build_engine
-from agentloop_servers.processes.shared import served_versions
+from agentloop_servers.processes.shared import served_versions, tool_names
 from agentloop_servers.run.store import resumed_config
 from agentloop_verify.check_logprobs import parse_versions, versions_in
-from agentloop_verify.replay import (
-    ChatParts,
-    RecordedTurn,
-    Replay,
-    ReplayReport,
-    ReplayWeights,
-    obstacles,
-    recorded_turns,
-)
+from agentloop_verify.replay import RecordedTurn, Replay, ReplayReport, obstacles, recorded_turns
 
 app = typer.Typer()
 
@@ -144,21 +136,23 @@ async def _replayed(
     folders: dict[int, Path],
     live_tools: bool,
 ) -> ReplayReport:
-    chat = load_chat_format(config.model_path(), config.chat)
     entry = _entry_of(config, turns)
-    engine = build_engine(config, entry)
-    served = None if entry.load_format == "dummy" else config.model_path()
+    engine, model = build_engine(config, entry), config.model_path()
     try:
         await engine.start()
-        return await Replay(
+        replay = Replay(
             record,
             task,
             {one.turn.turn_id: one for one in turns},
             engine,
-            ReplayWeights(engine, folders, served, config.kv_policy),
-            ChatParts(chat.renderer, chat.parser, chat.name, model_sizes(config).max_context_tokens),
-            load_tools(tuple(sorted(config.tools)), config.tools),
+            load_chat_format(model, config.chat),
+            model_sizes(config).max_context_tokens,
+            folders,
+            None if entry.load_format == "dummy" else (config.model_version, model),
+            config.kv_policy,
+            load_tools(tool_names(config), config.tools),
             live_tools,
-        ).run()
+        )
+        return await replay.run()
     finally:
         await engine.close()

@@ -240,14 +240,14 @@ def _roots(record: Trajectory) -> list[int]:
 
 
 def _root_of(record: Trajectory, index: int, roots: Sequence[int]) -> int:
-    """Return the file of an embedded path: that of its nearest ancestor."""
-    seen: set[int] = set()
-    at: int | None = index
-    while at is not None and at not in roots and at not in seen:
-        seen.add(at)
-        lineage = record.paths[at].lineage
-        at = None if lineage is None else lineage.parent
-    return at if at is not None and at in roots else roots[0]
+    """Return the file of an embedded path: that of its nearest ancestor, or the first one."""
+    for _ in record.paths:  # a chain of parents is at most this long
+        lineage = record.paths[index].lineage
+        if lineage is None or lineage.parent is None:
+            break
+        if (index := lineage.parent) in roots:
+            return index
+    return roots[0]
 
 
 def _refer(file: Document, path: TokenPath, lineage: Lineage, trajectory_id: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import cast
 
 from agentloop.api.coordinator import WorkerPort, assignment_id_of
-from agentloop.engine.interface import Engine, OnProgress, TokenEngine
+from agentloop.engine.interface import Delta, Engine, OnProgress, TokenEngine
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
@@ -30,7 +30,7 @@ from agentloop.types import (
 )
 from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
 from agentloop_servers.config.service import ChatSettings
-from agentloop_verify.replay import ChatParts, Replay, ReplayReport, ReplayWeights, recorded_turns
+from agentloop_verify.replay import Replay, ReplayReport, recorded_turns
 from tests.support.fleet.calculator import calculator
 from tests.support.transfer.adapters import POLICY
 
@@ -63,6 +63,11 @@ class _Named:
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         generation = await self.engine.generate(request, on_progress)
         return replace(generation, engine=self.engine.info.name, replica_id="replica-0")
+
+    def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
+        return self.engine.stream(request, on_progress)
 
 
 class ReplayWorld:
@@ -109,11 +114,20 @@ class ReplayWorld:
     ) -> ReplayReport:
         version = self.engine.weight_version
         assert version is not None
-        folders = {version: self.folder} if folders is None else folders
-        weights = ReplayWeights(self.engine, folders, self.folder, KVPolicy.RECOMPUTE)
-        parts = ChatParts(self.chat.renderer, self.chat.parser, self.chat.name, self.engine.info.max_context_tokens)
         turns = dict([*recorded_turns(record).items()][:to_turn])
-        return await Replay(record, task, turns, self.engine, weights, parts, [self.tool], runs_tools).run()
+        return await Replay(
+            record,
+            task,
+            turns,
+            self.engine,
+            self.chat,
+            self.engine.info.max_context_tokens,
+            {version: self.folder} if folders is None else folders,
+            (version, self.folder),
+            KVPolicy.RECOMPUTE,
+            [self.tool],
+            runs_tools,
+        ).run()
 
 
 def with_path(record: Trajectory, change: Callable[[TokenPath], TokenPath]) -> Trajectory:

@@ -13,11 +13,15 @@ import pytest
 from pydantic import Field
 from typer.testing import CliRunner
 
+from agentloop.client.publish import PublishOptions
+from agentloop.engine.interface import WeightUpdate
+from agentloop.plugins import resolve
+from agentloop.rollout.context import LoopContext
 from agentloop.rollout.tool import tool
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.testing.episode import without_ids
-from agentloop.types import Message, RolloutGroup, RolloutTask, Trajectory, WeightVersionSpan
+from agentloop.types import KVPolicy, Message, PauseMode, RolloutGroup, RolloutTask, Trajectory, WeightVersionSpan
 from agentloop_servers.cli.commands import app
 from agentloop_servers.config.service import CONFIG_NAME, ServiceConfig
 from agentloop_servers.processes.engine_parts import build_engine
@@ -234,9 +238,86 @@ def test_a_record_that_cannot_be_replayed_is_refused_with_what_is_missing(
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_versions_of_the_followed_store_are_used(tmp_path: Path, record: Trajectory) -> None:
+    """The simulated engine's tokens depend on the version's number, so the record of version 0 differs at once."""
+    store = {"store": str(tmp_path / "store"), "run": "run-7"}
+    publisher = resolve("agentloop_store.publisher:VersionPublisher", param="store")
+    options = PublishOptions(store["store"], store["run"], cache=str(tmp_path / "cache"))
+    for version in (1, 2):
+        publisher(options).publish(POLICY, version)
+    (tmp_path / "run").mkdir()
+    run = run_of(tmp_path / "run", of_versions(record, (2, 0, 10_000)))
+    following = {**CONFIG.model_dump(), "mode": "standalone", "weights": store}
+    (tmp_path / "run" / CONFIG_NAME).write_text(ServiceConfig.model_validate(following).model_dump_json())
+    result = CliRunner().invoke(app, ["replay", run, "adds/0"])
+    assert result.exit_code == 1, result.output
+    assert "first difference: turn 1, sampled token 0; cause: weights" in result.stdout
+    run = run_of(tmp_path, of_versions(record, (3, 0, 10_000)))
+    (tmp_path / CONFIG_NAME).write_text((tmp_path / "run" / CONFIG_NAME).read_text())
+    result = CliRunner().invoke(app, ["replay", run, "adds/0"])
+    assert "version 3 of run run-7 is not in the store" in result.stderr
+    assert "the weights of version 3 are not stored" in result.stderr
+
+
 def test_a_store_without_its_run_directory_is_refused(tmp_path: Path, record: Trajectory) -> None:
     run_of(tmp_path, record)
     (tmp_path / CONFIG_NAME).unlink()
     result = CliRunner().invoke(app, ["replay", str(tmp_path / STORE_NAME), "adds/0"])
     assert result.exit_code == 1
     assert "has no config of the service" in result.stderr
+
+
+async def test_a_trajectory_of_two_versions_is_replayed_with_both(world: ReplayWorld) -> None:
+    """The tool commits version 1 after the first turn."""
+    engine = world.engine
+
+    @tool(name="calculator")
+    async def updating(
+        expression: Annotated[str, Field(description="An arithmetic expression, such as 12 * (3 + 4)")],
+    ) -> str:
+        """Evaluate an arithmetic expression."""
+        if engine.weight_version == 0:
+            await engine.stage(WeightUpdate(1, str(POLICY)))
+            await engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+            await engine.commit(1, resumes=True)
+        return "41"
+
+    world.tool = updating
+    record = await world.record(TASK)
+    assert [span.version for span in record.path.weight_versions] == [0, 1, 1]
+    report = await world.replay(record, TASK, {0: POLICY, 1: POLICY})
+    assert (report.num_turns, report.difference) == (3, None)
+    assert engine.weight_version == 1
+    swapped = of_versions(record, (1, 0, record.path.turns[0].end), (0, record.path.turns[0].end, 10_000))
+    assert cause(await world.replay(swapped, TASK, {0: POLICY, 1: POLICY})) == (1, DifferenceCause.WEIGHTS)
+
+
+class Debates:
+    """A loop with a second agent and a replaced history."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample(max_tokens=8)
+        critic = ctx.agent("critic", Message("user", ctx.last_turn.content), has_tools=False)
+        await critic.sample(max_tokens=8)
+        ctx.replace_history(*task.messages, Message("user", critic.last_turn.content))
+        await ctx.sample(max_tokens=8)
+
+
+async def test_agents_and_replaced_histories_are_replayed(world: ReplayWorld) -> None:
+    task = replace(TASK, loop="tests.parts.verify.test_replay:Debates")
+    record = await world.record(task)
+    assert len(record.paths) == 3
+    assert (await world.replay(record, task)).num_turns == 3
+    assert (await world.replay(record, task)).difference is None
+    other = replace(task, messages=(Message("user", "What is 40 + 2?"),))
+    assert cause(await world.replay(record, other)) == (1, DifferenceCause.LOOP)
+
+
+async def test_a_turn_that_a_stop_string_ended_is_replayed(world: ReplayWorld) -> None:
+    record = await world.record(TASK)
+    text = world.chat.renderer.decode(record.path.response_ids[3:6].tolist())
+    stopping = replace(TASK, stop=(text,))
+    record = await world.record(stopping)
+    assert record.path.turns[0].end < 12
+    report = await world.replay(record, stopping)
+    assert (report.num_turns, report.difference) == (3, None)
