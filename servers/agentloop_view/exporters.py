@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from agentloop.errors import InvalidRequest
+from agentloop.images import IMAGES_FOLDER
 from agentloop.plugins import resolve_extra
 from agentloop.storage.exports import ExportRequest
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
@@ -40,6 +41,8 @@ def atif(request: ExportRequest) -> str:
     target, run_dir = request.target("atif"), folder_of(request.store)
     model = model_of(run_dir)
     with closing(TrajectoryReader(request.store)) as reader, new_folder(target) as folder:
+        if not isinstance(request.store, Path):
+            reader.write_images(run_dir / IMAGES_FOLDER)
         writer = AtifWriter(folder, target, run_dir, None if model is None else model.name, request.prompt_ids)
         records = reader.trajectories(request.rollout_id)
         masked = (one.without_constrained() if request.mask_constrained else one for one in records)

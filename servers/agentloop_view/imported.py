@@ -75,11 +75,11 @@ def read_atif(path: Path, lost: Counter[str]) -> Iterator[Trajectory]:
     for name, first in files.items():
         if name in continued:
             continue
-        chain, following = [first], first.get("continued_trajectory_ref")
-        while following is not None and len(chain) <= len(files):
+        chain, seen = [first], {name}
+        while (following := chain[-1].get("continued_trajectory_ref")) is not None and following not in seen:
+            seen.add(following)
             file = (path if path.is_dir() else path.parent) / following
             chain.append(files[following] if following in files else _read(file))
-            following = chain[-1].get("continued_trajectory_ref")
         missing: set[str] = set()
         try:
             yield _record_of(chain, Path(name).stem, missing)

@@ -292,6 +292,16 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, name: str, content:
     assert "does not exist" in result.stderr
 
 
+def test_a_single_file_is_read_with_all_its_continuations(tmp_path: Path) -> None:
+    names = [f"part-{number}.json" for number in range(4)]
+    for name, following in zip(names, [*names[1:], names[0]], strict=True):  # a circle ends at its start
+        document = {**FOREIGN, "trajectory_id": name, "continued_trajectory_ref": following}
+        (tmp_path / name).write_bytes(orjson.dumps(document))
+    [record] = read_atif(tmp_path / names[1], Counter())
+    assert record.group_id == "part-1.json"
+    assert [None if path.lineage is None else path.lineage.parent for path in record.paths] == [None, 0, 1, 2]
+
+
 def test_a_missing_continuation_is_named(run: Path) -> None:
     folder = exported(run)
     (folder / "000002-agents-0.part-1.json").unlink()
