@@ -294,17 +294,19 @@ def test_equal_prefixes_go_together_until_their_replica_has_much_more():
 
 
 def test_different_prompts_with_one_affinity_go_together():
-    def placed(affinity: str) -> set[str]:
+    def placed(affinity: str, num_tokens: int) -> set[str]:
         balancer = Balancer(fleet_of("a", "b", "c"))
-        prompts = [prefixes_of(range(number, number + 9000), affinity) for number in range(3)]
+        prompts = [prefixes_of(range(number, number + num_tokens), affinity) for number in range(3)]
         leases = [
-            balancer.acquire(replace(session(f"s{at}", 10.0), num_prompt_tokens=9000, prefixes=prefixes), 0.0)
-            for at, prefixes in enumerate(prompts)
+            balancer.acquire(replace(session(f"s{at}", 10.0), num_prompt_tokens=num_tokens, prefixes=one), 0.0)
+            for at, one in enumerate(prompts)
         ]
+        balancer.check()
         return {lease.replica_id for lease in leases}
 
-    assert len(placed("rollout-1")) == 1
-    assert len(placed("")) == 3
+    for num_tokens in (100, 9000):
+        assert len(placed("rollout-1", num_tokens)) == 1
+        assert len(placed("", num_tokens)) == 3
 
 
 def test_equal_prefixes_under_other_adapters_or_versions_are_others():
