@@ -211,7 +211,12 @@ class TrajectoryReader:
             return None if row is None else codec.decode(row[0], RolloutGroup)
 
     def annotated(self, name: str = "", rollout_id: str | None = None) -> Iterator[AnnotatedRecord]:
-        """Yield records with their annotations, in commit order: those with the annotation `name`, or all."""
+        """Yield records with their annotations, in commit order: those with the annotation `name`, or all.
+
+        Raises NotFound for an unknown rollout.
+        """
+        if rollout_id is not None:
+            self.counts(rollout_id)
         conditions, values = [retention.HAS_VALUE], []
         if name:
             conditions, values = [*conditions, "seq IN (SELECT seq FROM annotations WHERE name = ?)"], [name]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
-from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER
 from agentloop.plugins import resolve_extra
-from agentloop.storage.exports import ExportRequest
+from agentloop.storage.exports import ExportRequest, complete_output
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.config.service import model_of
 from agentloop_view.atif import AtifWriter
@@ -40,7 +37,8 @@ def atif(request: ExportRequest) -> str:
     """Write a folder with the ATIF files of each trajectory."""
     target, run_dir = request.target("atif"), folder_of(request.store)
     model = model_of(run_dir)
-    with closing(TrajectoryReader(request.store)) as reader, new_folder(target) as folder:
+    with closing(TrajectoryReader(request.store)) as reader, complete_output(target) as folder:
+        folder.mkdir()
         if not isinstance(request.store, Path):
             reader.write_images(run_dir / IMAGES_FOLDER)
         writer = AtifWriter(folder, target, run_dir, None if model is None else model.name, request.prompt_ids)
@@ -77,18 +75,3 @@ def _rows(request: ExportRequest, kind: str, **about: object) -> str:
     about["mask_constrained"] = request.mask_constrained
     num = export(request.store, target, kind, request.rollout_id, **about)
     return f"{num} rows in {target}"
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder that gets its name at the end of the block. Raises InvalidRequest if it is not empty."""
-    target = target.absolute()
-    if target.is_dir() and any(target.iterdir()):
-        raise InvalidRequest(f"the folder {target} is not empty: remove it, or choose another one", param="out")
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        os.replace(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

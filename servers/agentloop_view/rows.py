@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from agentloop import __version__
 from agentloop.api.facts import FACT_NAMES, RecordFacts, facts_of
 from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
+from agentloop.storage.exports import complete_output
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.types import (
@@ -48,6 +48,7 @@ ExportFormat = Literal["parquet", "jsonl", "hf"]
 _SHARD_BYTES = 256 << 20
 _ROW_GROUP_TOKENS = 1 << 20
 _ROW_GROUP_ROWS = 512
+_ROW_GROUP_TURNS = 4096  # in a ledger
 
 _SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
 _IMAGE = pa.struct([("sha256", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
@@ -246,19 +247,10 @@ def export(
     writers = {"parquet": _write_parquet, "jsonl": _write_jsonl, "hf": partial(_write_folder, model)}
     if format not in writers:
         raise InvalidRequest(f"unknown export format {format!r}: expected parquet, jsonl or hf", param="format")
-    out = Path(out_path).absolute()
-    if out.is_dir() and any(out.iterdir()):
-        raise InvalidRequest(f"the folder {out} is not empty: remove it, or choose another one", param="out")
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
-    store = TrajectoryReader(store_path)
-    try:
+    with complete_output(Path(out_path)) as unfinished, closing(TrajectoryReader(store_path)) as store:
         num_rows = writers[format](_rows(store, rollout_id, mask_constrained), unfinished)
-        os.replace(unfinished, out)
         if not isinstance(store_path, str | Path):
             store.write_images(folder_of(store_path) / IMAGES_FOLDER)
-    finally:
-        store.close()
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
     return num_rows
 
 
@@ -283,21 +275,26 @@ LEDGER_SCHEMA = pa.schema(_LEDGER)
 
 def export_ledger(store: str | Path | Home, out: Path, rollout_id: str | None) -> int:
     """Write a Parquet file with one row per sampled token of a store; return the number of rows."""
-    num_rows, unfinished = 0, out.with_name(f".{out.name}.{os.getpid()}.part")
-    reader = TrajectoryReader(store)
-    try:
-        with pq.ParquetWriter(unfinished, LEDGER_SCHEMA, compression="zstd") as writer:
-            for annotated in reader.annotated(rollout_id=rollout_id):
-                record = codec.decode(annotated.data, Trajectory)
-                newest = trainer_version(record, annotated.annotations)
-                for tokens in turn_tokens(record, annotated.annotations):
-                    writer.write_table(_ledger_rows(record, tokens, newest))
-                    num_rows += len(tokens.places)
-        os.replace(unfinished, out)
-    finally:
-        reader.close()
-        unfinished.unlink(missing_ok=True)
+    num_rows = 0
+    with (
+        complete_output(out) as unfinished,
+        closing(TrajectoryReader(store)) as reader,
+        pq.ParquetWriter(unfinished, LEDGER_SCHEMA, compression="zstd") as writer,
+    ):
+        turns = _ledger_turns(reader, rollout_id)
+        while tables := [*islice(turns, _ROW_GROUP_TURNS)]:
+            group = pa.concat_tables(tables)
+            writer.write_table(group)
+            num_rows += len(group)
     return num_rows
+
+
+def _ledger_turns(reader: TrajectoryReader, rollout_id: str | None) -> Iterator[pa.Table]:
+    for annotated in reader.annotated(rollout_id=rollout_id):
+        record = codec.decode(annotated.data, Trajectory)
+        newest = trainer_version(record, annotated.annotations)
+        for tokens in turn_tokens(record, annotated.annotations):
+            yield _ledger_rows(record, tokens, newest)
 
 
 def _ledger_rows(record: Trajectory, tokens: TurnTokens, newest: int | None) -> pa.Table:

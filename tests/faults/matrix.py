@@ -556,6 +556,22 @@ ROWS: tuple[Row, ...] = (
         "400 with the hint `chat.template.file`; text and tokens are completed",
         ("servers/test_without_template.py::test_a_base_model_completes_text_and_tokens_and_refuses_messages",),
     ),
+    Row(
+        "a replay of a record without ids, seeds, its task or its weights",
+        "one line with all that is missing; nothing is sampled",
+        (
+            "parts/verify/test_replay.py::test_a_record_that_cannot_be_replayed_is_refused_with_what_is_missing",
+            "parts/verify/test_replay.py::test_versions_of_the_followed_store_are_used",
+        ),
+    ),
+    Row(
+        "an import of a file that has another format, or whose continuation is missing",
+        "one line with the file and the reason; no run is written",
+        (
+            "parts/view/test_atif.py::test_other_files_are_refused_in_one_line",
+            "parts/view/test_atif.py::test_a_missing_continuation_is_named",
+        ),
+    ),
 )
 
 

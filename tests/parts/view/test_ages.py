@@ -113,3 +113,15 @@ async def test_the_ledger_has_each_sampled_token_once(tmp_path: Path) -> None:
     assert {row["age"] for row in second} == {None}
     assert [row["trainer_logprob"] is None for row in second] == [False] * 6 + [True] * 3
     assert {row["trainer_logprob"] for row in rows if row["group_id"] == "plain"} == {None}
+    result = CliRunner().invoke(app, ["export", str(folder), "--format", "ledger", "--rollout-id", "other"])
+    assert (result.exit_code, "unknown rollout 'other'" in result.stderr) == (1, True)
+
+
+async def test_a_large_ledger_is_written_in_several_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop_view.rows._ROW_GROUP_TURNS", 4)
+    folder = await stored(tmp_path)
+    assert CliRunner().invoke(app, ["export", str(folder), "--format", "ledger"]).exit_code == 0
+    written = pq.ParquetFile(folder / "trajectories.ledger.parquet")
+    assert (written.metadata.num_rows, written.metadata.num_row_groups) == (21, 2)
