@@ -4,7 +4,7 @@ A part registers objects, each under a group and a name. Other distributions do 
 metadata (https://packaging.python.org/en/latest/specifications/entry-points/), for example
 
     [project.entry-points."agentloop_rollouts.commands"]
-    replay = "my_package.replay:app"
+    repeat = "my_package.repeat:app"
 
 An object of the groups `engines`, `routes`, `sinks` and `weight_sources` may have a pydantic model `Settings`. The
 object's section of the configuration is then validated by that model and passed to it as the argument `settings`.
@@ -209,11 +209,17 @@ PARTS = (
         "serve,export",
         "the viewer, reports and exports of a run",
         {
-            COMMANDS: {"export": "agentloop_view.export:app", "view": "agentloop_view.view:app"},
+            COMMANDS: {
+                "export": "agentloop_view.export:app",
+                "import": "agentloop_view.imported:app",
+                "view": "agentloop_view.view:app",
+            },
             EXPORTERS: {
+                "atif": "agentloop_view.exporters:atif",
                 "hf": "agentloop_view.exporters:hf",
                 "html": "agentloop_view.exporters:html",
                 "jsonl": "agentloop_view.exporters:jsonl",
+                "ledger": "agentloop_view.exporters:ledger",
                 "parquet": "agentloop_view.exporters:parquet",
                 "perfetto": "agentloop_view.exporters:perfetto",
             },
@@ -223,8 +229,13 @@ PARTS = (
     Part(
         "agentloop_verify",
         "cpu",
-        "comparison of recorded logprobs with those of the checkpoints",
-        {COMMANDS: {"check-logprobs": "agentloop_verify.check_logprobs:app"}},
+        "comparison of recorded logprobs with those of the checkpoints, and replays of trajectories",
+        {
+            COMMANDS: {
+                "check-logprobs": "agentloop_verify.check_logprobs:app",
+                "replay": "agentloop_verify.replay_command:app",
+            }
+        },
     ),
 )
 

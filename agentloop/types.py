@@ -86,6 +86,7 @@ class GenerateRequest:
     traceparent: str = ""  # the W3C trace context for the engine's own spans; empty: none
     adapter: str = ""  # the name of a served adapter; empty: the base weights
     num_known_tokens: int = 0  # length of the earlier context that the prompt extends, or 0
+    affinity: str = ""  # a key of calls that belong together, for the choice of a replica; empty: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,8 @@ async def rolled_out(config: ServiceConfig, run_dir: Path, *tasks: RolloutTask) 
 
 
 def test_a_command_and_an_environment_of_another_package_run_by_their_names(site):
-    assert agentloop(site, "replay", "run-7") == "replays run-7\n"
-    assert "replay" in agentloop(site, "--help")
+    assert agentloop(site, "repeat", "run-7") == "repeats run-7\n"
+    assert "repeat" in agentloop(site, "--help")
     assert agentloop(site, "try", "shop").endswith("reward 8\n")
 
 
@@ -130,7 +130,7 @@ async def test_names_that_nothing_registers_are_refused_with_those_that_are(acme
         simulated_config(engine={"kind": "other"})
     with pytest.raises(InvalidRequest, match="no tools are registered as 'saw'; there are: search"):
         load_tools(["saw"], {})
-    with pytest.raises(InvalidRequest, match=r"registered as 'nothing'; there are: .*replay"):
+    with pytest.raises(InvalidRequest, match=r"registered as 'nothing'; there are: .*repeat"):
         parts.load(COMMANDS, "nothing", param="command")
 
 
@@ -236,6 +236,6 @@ def test_without_metadata_the_table_is_read(monkeypatch):
 
 
 def test_an_entry_of_ours_in_installed_metadata_is_absent_with_its_files(acme, only):
-    assert "replay" in parts.registered(COMMANDS)
-    only(Part("agentloop_absent", "absent", "", {COMMANDS: {"replay": "acme.replay:app"}}))
-    assert "replay" not in parts.registered(COMMANDS)
+    assert "repeat" in parts.registered(COMMANDS)
+    only(Part("agentloop_absent", "absent", "", {COMMANDS: {"repeat": "acme.repeat:app"}}))
+    assert "repeat" not in parts.registered(COMMANDS)

@@ -54,9 +54,15 @@ PREFIX_LENGTHS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 163
 Prefix: TypeAlias = tuple[str, int]
 """The key of a prompt prefix, and its length in tokens. Prompts with this key share these tokens."""
 
+AFFINITY_TOKENS = 4096
+"""The least length of the prefix that calls with one affinity count as sharing, when their replica is chosen."""
 
-def prefixes_of(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
-    """Return the keys of a prompt's prefixes, the longest first. Prompts with equal prefixes have equal keys."""
+
+def prefixes_of(token_ids: Sequence[int], affinity: str = "") -> tuple[Prefix, ...]:
+    """Return the keys of a prompt's prefixes, the longest first. Prompts with equal prefixes have equal keys.
+
+    Prompts with the same `affinity` count as sharing all their tokens, so that they run on one replica.
+    """
     prefixes: list[Prefix] = []
     begin = checksum = 0
     for end in PREFIX_LENGTHS:
@@ -65,6 +71,8 @@ def prefixes_of(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
         checksum = crc32(array("i", token_ids[begin:end]), checksum)
         prefixes.append((f"ids-{checksum:x}", end))
         begin = end
+    if affinity and token_ids:
+        prefixes.append((f"key-{affinity}", max(len(token_ids), AFFINITY_TOKENS)))
     return tuple(reversed(prefixes))
 
 

@@ -69,6 +69,7 @@ class ChatCall:
     images: tuple[Image, ...] = ()  # the images in `messages`, without duplicates
     traceparent: str = ""  # the caller's W3C trace context, or empty
     adapter: str = ""  # the adapter of a call outside a session; empty for the base weights
+    affinity: str = ""  # a key of calls that belong together, for the choice of a replica; empty: none
     declaration: Declaration | None = None  # the place in the lineage that the client declares
     continues: bool = False  # the last of `messages` is the beginning of the reply
 
@@ -87,6 +88,7 @@ class ChatModel:
     template_arguments: frozenset[str] = frozenset()  # argument names that the chat template reads
     timeout_s: float = 600.0  # default and upper limit of a call's timeout
     takes_images: bool = False
+    has_priority: bool = False  # an engine orders waiting requests by priority
 
 
 @dataclass(frozen=True, slots=True)

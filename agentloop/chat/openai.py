@@ -94,12 +94,13 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
     tools, choice, forced = _tools(body, request.tools.definitions)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     is_parallel = body.parallel_tool_calls is not False
+    priority = body.call_priority(has_priority=model.has_priority)
     constraint = answer_constraint(_wanted(body), model.parser, tools, choice, is_parallel=is_parallel)
     return ChatCall(
         messages=_conversation(request.messages),
         keys=tuple(message.key for message in request.messages),
         tools_key=request.tools.key if tools is request.tools.definitions else None,
-        sampling=sampling_of(body, max_tokens, model.vocab_size, body.top_logprobs or 0, constraint, body.priority),
+        sampling=sampling_of(body, max_tokens, model.vocab_size, body.top_logprobs or 0, constraint, priority),
         tools=tools,
         tool_choice=choice,
         forced_tool=forced,
@@ -114,6 +115,7 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         constraint_param="response_format" if body.structured_outputs is None else "structured_outputs",
         images=images,
         continues=_continues(body, request.messages, model.parser),
+        affinity=body.prompt_cache_key or "",
     )
 
 

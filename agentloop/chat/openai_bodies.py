@@ -326,11 +326,29 @@ class ChoiceFields(SamplingFields):
     ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
 
 
+class AgentHints(Body):
+    """Dynamo's hints about a call. Requests with a higher `priority` come first; other hints are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    priority: Annotated[int, Field(ge=-MAX_CALL_PRIORITY, le=MAX_CALL_PRIORITY)] | None = None
+
+
+class NvidiaExtension(Body):
+    """The field `nvext` of Dynamo's clients. Other fields than `agent_hints` are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    agent_hints: AgentHints | None = None
+
+
 class CallBase(SampledBody, ChoiceFields):
     """The fields that chat completions and completions share. `user` and `metadata` are ignored.
 
-    `priority` is vLLM's: an engine schedules waiting requests with lower numbers first. With
-    `return_tokens_as_token_ids`, logprobs name tokens as `token_id:N` instead of by their text.
+    `priority` is vLLM's: an engine schedules waiting requests with lower numbers first. It takes precedence over
+    Dynamo's hint `nvext.agent_hints.priority`, for which higher numbers come first, and which is ignored if no
+    engine has priorities. With `return_tokens_as_token_ids`, logprobs name tokens as `token_id:N` instead of by
+    their text.
     """
 
     model: Model
@@ -339,6 +357,13 @@ class CallBase(SampledBody, ChoiceFields):
     stream_options: StreamOptions | None = None
     user: ShortText | None = None
     metadata: Ignored = None
+    nvext: NvidiaExtension | None = None
+
+    def call_priority(self, *, has_priority: bool) -> int | None:
+        """Return the priority of the call or None. `has_priority`: an engine orders waiting requests by it."""
+        hints = None if self.nvext is None or not has_priority else self.nvext.agent_hints
+        hinted = None if hints is None or hints.priority is None else -hints.priority
+        return hinted if self.priority is None else self.priority
 
     @property
     def includes_usage(self) -> bool:

@@ -35,11 +35,12 @@ def prompts_of(body: CompletionBody, renderer: Renderer) -> list[tuple[int, ...]
 
 def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
     """Convert one prompt of a body to a `ChatCall`. Raises InvalidRequest."""
+    priority = body.call_priority(has_priority=model.has_priority)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return ChatCall(
         messages=(),
         prompt_ids=prompt_ids,
-        sampling=sampling_of(body, max_tokens, model.vocab_size, body.logprobs or 0, priority=body.priority),
+        sampling=sampling_of(body, max_tokens, model.vocab_size, body.logprobs or 0, priority=priority),
         max_tokens=max_tokens,
         num_choices=body.n or 1,
         stop=stops_of(body),

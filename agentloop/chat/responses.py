@@ -129,6 +129,7 @@ def to_call(body: ResponsesBody, model: ChatModel, turns: Turns | None = None) -
         stop_in_reasoning=body.stop_in_reasoning is True,
         timeout_s=model.timeout_s,
         constraint_param="text.format",
+        affinity=body.prompt_cache_key or "",
     )
 
 

@@ -274,7 +274,7 @@ class ResponsesBody(SampledBody, TemplateBody):
     store: bool | None = None  # no effect: every response is kept as long as its session
     service_tier: Ignored = None
     safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
+    prompt_cache_key: ShortText | None = None
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
     moderation: Ignored = None

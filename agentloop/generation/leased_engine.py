@@ -394,7 +394,7 @@ class LeasedEngine:
                     while True:
                         asked_at = loop_time()
                         try:
-                            return await self._holder.ask(asked.token_ids, needs)
+                            return await self._holder.ask(asked.token_ids, needs, asked.affinity)
                         except (NoHealthyReplica, ServiceUnavailable) as error:
                             refusal = error
                         except WeightVersionNotServed as error:

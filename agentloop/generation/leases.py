@@ -272,15 +272,17 @@ class LeaseHolder:
             return None
         return self.lease
 
-    async def ask(self, prompt_ids: Sequence[int] = (), needs: Needs = NO_NEEDS) -> Lease:
+    async def ask(self, prompt_ids: Sequence[int] = (), needs: Needs = NO_NEEDS, affinity: str = "") -> Lease:
         """Return the lease to use, and request one if the present lease does not serve the needs.
+
+        A session's new lease is on the replica of earlier calls with the same `affinity`, if that has capacity.
 
         Raises NoHealthyReplica or ServiceUnavailable if no lease is available now, UnsupportedParameter if no
         engine meets the needs, WeightVersionNotServed, ModelNotFound for an adapter, and as `held` does.
         """
         if (lease := self.held(needs)) is not None:
             return lease
-        return await self._reporter.changes.run(self._asked(prompt_ids, needs))
+        return await self._reporter.changes.run(self._asked(prompt_ids, needs, affinity))
 
     def have_ask(self, lease: Lease) -> None:
         """Request a lease before the next call, because this replica serves no weights that the call accepts."""
@@ -386,13 +388,13 @@ class LeaseHolder:
         self._has_failed = True
         return True
 
-    async def _asked(self, prompt_ids: Sequence[int], needs: Needs) -> Lease:
+    async def _asked(self, prompt_ids: Sequence[int], needs: Needs, affinity: str) -> Lease:
         async with self._changing:
             if self.lease is None and (given_back := self._reporter.take_back(self._holder_id)) is not None:
                 self.hold(given_back)
             lease = self.held(needs)  # another call requested it first
             if lease is None:
-                lease = await self._moved(needs) or await self._granted(prompt_ids, needs)
+                lease = await self._moved(needs) or await self._granted(prompt_ids, needs, affinity)
                 self.hold(lease)
             if self._is_closed:
                 raise self._ended()
@@ -431,7 +433,7 @@ class LeaseHolder:
             _log.warning("not_asked", holder=self._holder_id, code=error.code, error=str(error))
             return held
 
-    async def _granted(self, prompt_ids: Sequence[int], needs: Needs) -> Lease:
+    async def _granted(self, prompt_ids: Sequence[int], needs: Needs, affinity: str) -> Lease:
         """Return the lease that the coordinator grants a session.
 
         Waits until a release is acknowledged: otherwise the coordinator would grant the same lease and then end
@@ -441,7 +443,7 @@ class LeaseHolder:
 
         async def granted() -> Lease:
             await self._reporter.acked(self._holder_id)
-            process_id, self._prefixes = self._reporter.process_id, prefixes_of(prompt_ids)
+            process_id, self._prefixes = self._reporter.process_id, prefixes_of(prompt_ids, affinity)
             return await coordinator.lease(self._name, len(prompt_ids), process_id, needs, self._prefixes)
 
         return await self._in_time(granted())

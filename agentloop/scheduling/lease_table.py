@@ -79,17 +79,19 @@ class Demand:
     def shared_prefixes(self, num_prompt_tokens: float) -> tuple[tuple[str, float], ...]:
         """Return the key and length of each prefix that its prompt may share, longest first.
 
-        Engines share KV only within one adapter. The samples of a group share their whole prompt.
+        Engines share KV only within one adapter. The samples of a group share their whole prompt. An affinity
+        may be longer than the prompt.
         """
         is_in_group = self.group_size > 1 and self.group_id
         whole = ((self.group_id, num_prompt_tokens),) if is_in_group else ()
-        prefixes = ((key, min(num_tokens, num_prompt_tokens)) for key, num_tokens in self.prefixes)
-        return tuple((f"{self.needs.adapter} {key}", num_tokens) for key, num_tokens in (*whole, *prefixes))
+        found = (*whole, *self.prefixes)
+        return tuple((f"{self.needs.adapter} {key}", float(num_tokens)) for key, num_tokens in found)
 
     def shared_parts(self, num_prompt_tokens: float) -> Iterator[tuple[str, float]]:
         """Yield the key and length of each part of the prompt that an engine stores once, in prompt order."""
         begin = 0.0
-        for key, end in reversed(self.shared_prefixes(num_prompt_tokens)):
+        for key, length in reversed(self.shared_prefixes(num_prompt_tokens)):
+            end = min(length, num_prompt_tokens)
             yield key, end - begin
             begin = end
 

@@ -569,6 +569,7 @@ class Session:
                 traceparent=self._trace_of(live.turn_id(choice_index)),
                 adapter=self._record.adapter,
                 num_known_tokens=len(prepared.prompt.ids) - len(prepared.prompt.observed_ids),
+                affinity=chat_call.affinity,
             ),
             Reading(
                 chat_call.tools,

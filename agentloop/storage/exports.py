@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import folder_of
 
@@ -21,6 +25,7 @@ class ExportRequest:
     mask_constrained: bool = False  # exclude tokens constrained by a grammar, a bias or `min_tokens` from the mask
     endpoint: str = ""  # the server, for formats that are sent
     content: bool = False  # include messages in formats that omit them by default
+    prompt_ids: bool = True  # include the prompt of each turn in formats that repeat it
 
     def target(self, ending: str) -> Path:
         """Return the file or folder to write."""
@@ -29,3 +34,19 @@ class ExportRequest:
 
 Exporter: TypeAlias = Callable[[ExportRequest], str]
 """Writes or sends an export and returns a one-line description of it. Raises AgentLoopError."""
+
+
+@contextmanager
+def complete_output(out: Path) -> Iterator[Path]:
+    """Yield a path for a file or folder, which gets the name `out` at the end of the block if it was written.
+
+    Raises InvalidRequest if `out` is a folder that is not empty.
+    """
+    if out.is_dir() and any(out.iterdir()):
+        raise InvalidRequest(f"the folder {out} is not empty: remove it, or choose another one", param="out")
+    unfinished = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        yield unfinished
+        os.replace(unfinished, out)
+    finally:
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)

@@ -111,6 +111,7 @@ _SET_TERMS = f"INSERT INTO rollout_terms VALUES (?, ?) ON CONFLICT (rollout_id) 
 _ADD_GROUP = (
     "INSERT INTO groups (rollout_id, group_id, num_samples, value) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
 )
+_GROUP_VALUE = "SELECT value FROM groups WHERE rollout_id = ? AND group_id = ?"
 _ADD_IMAGE = "INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING"
 _SAVE_STATE = f"INSERT INTO service_state VALUES (?, ?) ON CONFLICT (name) {_REPLACES}"
 _EPOCH = "epoch"  # the epoch of the store's newest owner
@@ -202,6 +203,31 @@ class TrajectoryReader:
         """Return the record with this `seq` of a listing. Raises NotFound."""
         with self._reading():
             return _record_at(self._db, seq)
+
+    def group(self, rollout_id: str, group_id: str) -> RolloutGroup | None:
+        """Return an accepted group; None for records of sessions, and after the rollout was deleted."""
+        with self._reading():
+            row = self._db.execute(_GROUP_VALUE, (rollout_id, group_id)).fetchone()
+            return None if row is None else codec.decode(row[0], RolloutGroup)
+
+    def annotated(self, name: str = "", rollout_id: str | None = None) -> Iterator[AnnotatedRecord]:
+        """Yield records with their annotations, in commit order: those with the annotation `name`, or all.
+
+        Raises NotFound for an unknown rollout.
+        """
+        if rollout_id is not None:
+            self.counts(rollout_id)
+        conditions, values = [retention.HAS_VALUE], []
+        if name:
+            conditions, values = [*conditions, "seq IN (SELECT seq FROM annotations WHERE name = ?)"], [name]
+        if rollout_id is not None:
+            conditions, values = [*conditions, "rollout_id = ?"], [*values, rollout_id]
+        with self._reading():
+            found = self._db.execute(
+                f"SELECT seq FROM trajectories WHERE {' AND '.join(conditions)} ORDER BY seq", values
+            )
+            seqs = [row[0] for row in found.fetchall()]
+        yield from map(self.record_at, seqs)
 
     def updates(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates, oldest first."""

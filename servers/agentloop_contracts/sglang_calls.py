@@ -34,7 +34,15 @@ from agentloop.trajectory.node import Reply
 from agentloop.types import Generation
 from agentloop_contracts import sglang_bodies
 from agentloop_contracts.sglang_bodies import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
-from agentloop_servers.endpoint.calls import affinity_of, bounded, call_adapter, event_stream, json_of_replies
+from agentloop_servers.endpoint.calls import (
+    affinity_key,
+    affinity_of,
+    bounded,
+    call_adapter,
+    event_stream,
+    finish_if_final,
+    json_of_replies,
+)
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys, caller_of
@@ -42,8 +50,6 @@ from agentloop_servers.http.guard import json_body, speaks
 from agentloop_servers.http.openapi import OBJECT, add_route, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, sse
-
-ROUTING_HEADER = "x-smg-routing-key"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +109,7 @@ class SglangCalls:
             )
         if body.lora_path is not None:
             await call_adapter(request, endpoint, body.lora_path)
-        affinity = affinity_of(request, endpoint, request.headers.getlist(ROUTING_HEADER), ROUTING_HEADER)
+        affinity = affinity_of(request, endpoint, affinity_key(request))
         num_chars = len(body.text) if isinstance(body.text, str) else sum(map(len, body.text or ()))
         prompts = await off_loop(num_chars, lambda: body.prompts(endpoint.renderer))
         calls = []
@@ -116,12 +122,15 @@ class SglangCalls:
         check_num_scores([call.score_call for call in calls if call.score_call is not None], "logprob_start_len")
         writer = SglangWriter(body, endpoint.renderer, self._texts)
         if body.stream:
-            return event_stream(request, endpoint, self._events(body, calls, affinity, writer), _error_event)
+            end = partial(finish_if_final, request, self._token_calls, affinity)
+            events = self._events(body, calls, affinity, writer, end)
+            return event_stream(request, endpoint, events, _error_event)
         begun_at = asyncio.get_running_loop().time()
         with self._opened(calls):
             sampled = await unless_client_leaves(request, self._sample(body, calls, affinity))
         if sampled is None:
             return unread_response()
+        finish_if_final(request, self._token_calls, affinity)
         latency_s = asyncio.get_running_loop().time() - begun_at
         served = await self._served([reply for score, reply in sampled if score is None])
         places = [(call, index) for call in calls for index in range(body.num_choices)]
@@ -238,9 +247,17 @@ class SglangCalls:
             yield
 
     async def _events(
-        self, body: SglangBody, calls: Sequence[_OpenCall], affinity: str | None, writer: SglangWriter
+        self,
+        body: SglangBody,
+        calls: Sequence[_OpenCall],
+        affinity: str | None,
+        writer: SglangWriter,
+        end: Callable[[], None],
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a chunk for each choice with new tokens. A slow client gets fewer chunks with more tokens each."""
+        """Yield a chunk for each choice with new tokens. A slow client gets fewer chunks with more tokens each.
+
+        `end` is called after all tokens.
+        """
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         begun_at, choices = loop.time(), dict[tuple[_OpenCall, int], ShownChoice]()
         fresh: dict[tuple[_OpenCall, int], Reply | None] = {}  # choices with new tokens, and the reply if finished
@@ -273,6 +290,7 @@ class SglangCalls:
                             chunk["index"] = call.place * body.num_choices + index
                         yield sse(chunk)
                 await sampling
+                end()
             finally:
                 sampling.cancel()
                 await asyncio.gather(sampling, return_exceptions=True)

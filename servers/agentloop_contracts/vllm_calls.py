@@ -19,16 +19,19 @@ from agentloop_contracts import vllm_tokens
 from agentloop_contracts.vllm_tokens import TokensBody
 from agentloop_servers.endpoint.calls import (
     MAX_AFFINITY_CHARS,
+    affinity_key,
     affinity_of,
     answer_call,
     bounded,
     call_adapter,
+    finish_if_final,
     json_of_replies,
+    key_of_affinity,
     score_calls,
 )
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
-from agentloop_servers.http.auth import SESSION_HEADER, Keys, authenticate, caller_of
+from agentloop_servers.http.auth import Keys, authenticate, caller_of
 from agentloop_servers.http.guard import json_body
 from agentloop_servers.http.openapi import OBJECT, add_route, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
@@ -76,8 +79,7 @@ class VllmCalls:
             )
         if body.model is not None:
             await call_adapter(request, endpoint, body.model)
-        names = request.headers.getlist(SESSION_HEADER)
-        affinity = affinity_of(request, endpoint, names, SESSION_HEADER)
+        affinity = affinity_of(request, endpoint, affinity_key(request))
         scores = await score_calls(request, endpoint, self._token_calls, [score_call], affinity, param="token_ids")
         score = scores[0] if scores else None
         with endpoint.hold_call_place(caller.owner):
@@ -85,6 +87,7 @@ class VllmCalls:
             replies = await unless_client_leaves(request, sampling)
         if replies is None:
             return unread_response()
+        finish_if_final(request, self._token_calls, affinity)
         return await json_of_replies(replies, lambda: render(replies, score))
 
     async def finish_affinity(self, request: Request, session_id: AffinityName) -> Response:
@@ -92,5 +95,5 @@ class VllmCalls:
 
         Recorded sessions are not affected: they have their own route to finish.
         """
-        affinity = affinity_of(request, self._endpoint, [session_id], SESSION_HEADER)
+        affinity = affinity_of(request, self._endpoint, key_of_affinity(request, session_id))
         return json_response({"finished": affinity is not None and self._token_calls.finish(affinity)})

@@ -28,11 +28,14 @@ def export_records(
     ] = False,
     endpoint: Annotated[str, typer.Option(help="OTLP receiver for `--format otlp`.")] = "http://127.0.0.1:4318",
     content: Annotated[bool, typer.Option(help="Include messages in traces.")] = False,
+    prompt_ids: Annotated[
+        bool, typer.Option(help="Include each turn's prompt ids in ATIF files, whose size grows with the turns.")
+    ] = True,
 ) -> None:
     """Export a run's trajectories. The run may still be running."""
     if format not in parts.registered(parts.EXPORTERS):
         raise typer.BadParameter(f"unknown format {format!r}: expected one of {_FORMATS}", param_hint="--format")
     with clear_errors():
         exporter = parts.load(parts.EXPORTERS, format, param="format")
-        request = ExportRequest(store_of(run), out, rollout_id, mask_constrained, endpoint, content)
+        request = ExportRequest(store_of(run), out, rollout_id, mask_constrained, endpoint, content, prompt_ids)
         Console().print(exporter(request), highlight=False, soft_wrap=True)

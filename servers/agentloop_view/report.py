@@ -1,7 +1,8 @@
 """A report of a run in a single HTML file: the viewer's pages with embedded data, which need no server.
 
 It contains the summaries of the latest records, the totals of all records, and a few full records: the best, the
-worst, the slowest, failed ones, and records with tokens of several weight versions.
+worst, the slowest, failed ones, and records with tokens of several weight versions. If the trainer has annotated
+records with its logprobs, it has the table of their mismatch by the age of the weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.values import codec
 from agentloop_servers.ingress.records import NOTABLE, TokenLabels, notable
+from agentloop_view.ages import TRAINER_LOGPROBS, mismatch_by_age
 from agentloop_view.pages import PAGES_FOLDER
 
 _ENTRY = "app.js"
@@ -41,6 +43,7 @@ def write_report(
         full, labels = [entry.record for entry in notables], TokenLabels(model, folder_of(where))
         page = replace(latest, records=tuple(dict.fromkeys((*latest.records, *full))))
         listed = {**codec.to_builtins(page), "curves": [_bars(*curve) for curve in (curves or {}).items()]}
+        listed["mismatch"] = codec.to_builtins(mismatch_by_age(reader.annotated(TRAINER_LOGPROBS)))
         answers = {"/trajectories": listed, "/trajectories/notable": codec.to_builtins(notables)}
         answers["/updates"] = codec.to_builtins(reader.updates())
         answers["/phases"] = phase_seconds(reader.metrics())

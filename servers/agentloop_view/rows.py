@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from agentloop import __version__
 from agentloop.api.facts import FACT_NAMES, RecordFacts, facts_of
 from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
+from agentloop.storage.exports import complete_output
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.types import (
@@ -41,12 +41,14 @@ from agentloop.types import (
 )
 from agentloop.values import codec
 from agentloop.values.sampling import TurnSampling
+from agentloop_view.ages import TurnTokens, trainer_version, turn_tokens
 
 ExportFormat = Literal["parquet", "jsonl", "hf"]
 
 _SHARD_BYTES = 256 << 20
 _ROW_GROUP_TOKENS = 1 << 20
 _ROW_GROUP_ROWS = 512
+_ROW_GROUP_TURNS = 4096  # in a ledger
 
 _SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
 _IMAGE = pa.struct([("sha256", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
@@ -245,20 +247,74 @@ def export(
     writers = {"parquet": _write_parquet, "jsonl": _write_jsonl, "hf": partial(_write_folder, model)}
     if format not in writers:
         raise InvalidRequest(f"unknown export format {format!r}: expected parquet, jsonl or hf", param="format")
-    out = Path(out_path).absolute()
-    if out.is_dir() and any(out.iterdir()):
-        raise InvalidRequest(f"the folder {out} is not empty: remove it, or choose another one", param="out")
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
-    store = TrajectoryReader(store_path)
-    try:
+    with complete_output(Path(out_path)) as unfinished, closing(TrajectoryReader(store_path)) as store:
         num_rows = writers[format](_rows(store, rollout_id, mask_constrained), unfinished)
-        os.replace(unfinished, out)
         if not isinstance(store_path, str | Path):
             store.write_images(folder_of(store_path) / IMAGES_FOLDER)
-    finally:
-        store.close()
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
     return num_rows
+
+
+_LEDGER: dict[str, pa.DataType] = {
+    "rollout_id": pa.string(),
+    "group_id": pa.string(),
+    "sample_index": pa.int32(),
+    "path": pa.int32(),
+    "turn_id": pa.string(),
+    "position": pa.int32(),  # in the response
+    "token_id": pa.int32(),
+    "weight_version": pa.int64(),
+    "age": pa.int64(),  # null: unknown
+    "trained": pa.bool_(),  # in the mask
+    "logprob": pa.float32(),
+    "raw_logprob": pa.float32(),
+    "trainer_logprob": pa.float32(),  # null: not annotated
+}
+LEDGER_SCHEMA = pa.schema(_LEDGER)
+"""The columns of the ledger: one row per sampled token."""
+
+
+def export_ledger(store: str | Path | Home, out: Path, rollout_id: str | None) -> int:
+    """Write a Parquet file with one row per sampled token of a store; return the number of rows."""
+    num_rows = 0
+    with (
+        complete_output(out) as unfinished,
+        closing(TrajectoryReader(store)) as reader,
+        pq.ParquetWriter(unfinished, LEDGER_SCHEMA, compression="zstd") as writer,
+    ):
+        turns = _ledger_turns(reader, rollout_id)
+        while tables := [*islice(turns, _ROW_GROUP_TURNS)]:
+            group = pa.concat_tables(tables)
+            writer.write_table(group)
+            num_rows += len(group)
+    return num_rows
+
+
+def _ledger_turns(reader: TrajectoryReader, rollout_id: str | None) -> Iterator[pa.Table]:
+    for annotated in reader.annotated(rollout_id=rollout_id):
+        record = codec.decode(annotated.data, Trajectory)
+        newest = trainer_version(record, annotated.annotations)
+        for tokens in turn_tokens(record, annotated.annotations):
+            yield _ledger_rows(record, tokens, newest)
+
+
+def _ledger_rows(record: Trajectory, tokens: TurnTokens, newest: int | None) -> pa.Table:
+    num, path, places = len(tokens.places), tokens.path, tokens.places
+    nothing = pa.nulls(num)
+    columns: Row = {
+        **{name: [getattr(record, name)] * num for name in ("rollout_id", "group_id", "sample_index")},
+        "path": [tokens.path_index] * num,
+        "turn_id": [tokens.turn.turn_id] * num,
+        "position": places,
+        "token_id": path.response_ids[places],
+        "weight_version": tokens.versions,
+        "age": nothing if newest is None else newest - tokens.versions,
+        "trained": path.response_mask[places],
+        "logprob": path.logprobs[places],
+        "raw_logprob": nothing if path.raw_logprobs is None else path.raw_logprobs[places],
+        "trainer_logprob": nothing if tokens.trainer_logprobs is None else tokens.trainer_logprobs,
+    }
+    arrays = [pa.array(columns[field.name]).cast(field.type) for field in LEDGER_SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=LEDGER_SCHEMA)
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:

@@ -573,6 +573,22 @@ ROWS: tuple[Row, ...] = (
             f"{_HOT_LOAD}a_hot_load_is_cancelled_while_replicas_stage_and_the_next_one_runs",
         ),
     ),
+    Row(
+        "a replay of a record without ids, seeds, its task or its weights",
+        "one line with all that is missing; nothing is sampled",
+        (
+            "parts/verify/test_replay.py::test_a_record_that_cannot_be_replayed_is_refused_with_what_is_missing",
+            "parts/verify/test_replay.py::test_versions_of_the_followed_store_are_used",
+        ),
+    ),
+    Row(
+        "an import of a file that has another format, or whose continuation is missing",
+        "one line with the file and the reason; no run is written",
+        (
+            "parts/view/test_atif.py::test_other_files_are_refused_in_one_line",
+            "parts/view/test_atif.py::test_a_missing_continuation_is_named",
+        ),
+    ),
 )
 
 

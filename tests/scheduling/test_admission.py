@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import HeldLease, LeaseReport, ReplicaReport, TurnEnded
+from agentloop.api.coordinator import HeldLease, LeaseReport, ReplicaReport, TurnEnded, prefixes_of
 from agentloop.errors import ModelNotFound, NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
@@ -291,6 +291,22 @@ def test_equal_prefixes_go_together_until_their_replica_has_much_more():
     ]
     assert len(set(many)) == 3
     balancer.check()
+
+
+def test_different_prompts_with_one_affinity_go_together():
+    def placed(affinity: str, num_tokens: int) -> set[str]:
+        balancer = Balancer(fleet_of("a", "b", "c"))
+        prompts = [prefixes_of(range(number, number + num_tokens), affinity) for number in range(3)]
+        leases = [
+            balancer.acquire(replace(session(f"s{at}", 10.0), num_prompt_tokens=num_tokens, prefixes=one), 0.0)
+            for at, one in enumerate(prompts)
+        ]
+        balancer.check()
+        return {lease.replica_id for lease in leases}
+
+    for num_tokens in (100, 9000):
+        assert len(placed("rollout-1", num_tokens)) == 1
+        assert len(placed("", num_tokens)) == 3
 
 
 def test_equal_prefixes_under_other_adapters_or_versions_are_others():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,7 @@ def try_environment(
         async def played() -> list[Trajectory]:
             records = [await play_one(one, **_policy(policy, model, one)) for one in tasks]
             if out is not None:
-                console.print(f"written to {await _stored(records, out)}")
+                console.print(f"written to {await stored_run(records, out)}")
             return records
 
         records = run_to_end(played())
@@ -134,7 +134,7 @@ def _begin(is_debug: bool) -> None:
     configure_logging(None, level="debug", console_level="debug" if is_debug else "warning")
 
 
-async def _stored(records: list[Trajectory], out: Path) -> Path:
+async def stored_run(records: Sequence[Trajectory], out: Path) -> Path:
     """Write records into a new run directory, and return it."""
     run_dir = new_run_dir(out)
     store = TrajectoryStore(run_dir / STORE_NAME)

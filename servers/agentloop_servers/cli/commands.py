@@ -45,9 +45,11 @@ COMMANDS = {
 OF_PARTS = {
     "view": "Show a run's trajectories in the browser.",
     "export": "Export a run's trajectories, also while it is running.",
+    "import": "Write trajectories of ATIF files or JSON lines into a new run, for show and view.",
     "eval": "Evaluate a served policy on environments, and compare two evaluations.",
     "models": "List published models, and download one as a model folder.",
     "check-logprobs": "Compare a run's recorded logprobs with those of the checkpoints that sampled them.",
+    "replay": "Re-execute a recorded trajectory, and name the first difference and its cause.",
 }
 """By command of an optional part: its line in the help."""
 

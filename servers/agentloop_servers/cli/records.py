@@ -35,7 +35,7 @@ def show(
 ) -> None:
     """Show one trajectory of a run: its conversation, versions and rewards."""
     with clear_errors():
-        found = _named(store_of(run), trajectory)
+        found = find_record(store_of(run), trajectory)
     console = Console()
     for line in record_lines(found):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -94,19 +94,19 @@ def _of_turn(turn: Turn, versions: str) -> tuple[str, ...]:
     return f"{turn.end - turn.start:,}", versions, str(turn.finish_reason), reward, turn.replica_id
 
 
-def _names(trajectory: Trajectory) -> Iterator[str]:
+def record_names(trajectory: Trajectory) -> Iterator[str]:
     """Yield the names of a trajectory, its unique one first."""
     place = f"{trajectory.group_id}/{trajectory.sample_index}"
     yield f"{trajectory.rollout_id}/{place}"
     yield from (place, f"{trajectory.task_id}/{trajectory.sample_index}", trajectory.group_id, trajectory.task_id)
 
 
-def _named(store: Path | Home, name: str) -> Trajectory:
+def find_record(store: Path | Home, name: str) -> Trajectory:
     """Return the trajectory with a name. Raises InvalidRequest for no or several matches."""
     reader, found, others = TrajectoryReader(store), list[Trajectory](), list[str]()
     try:
         for one in reader.trajectories():
-            full, *_ = names = tuple(_names(one))
+            full, *_ = names = tuple(record_names(one))
             if name in names and len(found) < MAX_NAMED:
                 found.append(one)
             elif len(others) < MAX_NAMED:
@@ -115,13 +115,16 @@ def _named(store: Path | Home, name: str) -> Trajectory:
         reader.close()
     if len(found) == 1:
         return found[0]
-    meant = ", ".join(next(_names(one)) for one in found) or f"none; there are {', '.join(others) or 'none at all'}"
+    meant = (
+        ", ".join(next(record_names(one)) for one in found)
+        or f"none; there are {', '.join(others) or 'none at all'}"
+    )
     raise InvalidRequest(f"{name!r} means {meant}", param="trajectory")
 
 
 def record_lines(trajectory: Trajectory) -> Iterator[str]:
     """Yield the facts of a record as lines."""
-    yield f"{next(_names(trajectory))}, task {trajectory.task_id}"
+    yield f"{next(record_names(trajectory))}, task {trajectory.task_id}"
     versions = ", ".join(f"v{version}" for version in trajectory.versions) or "none"
     whole = "complete" if trajectory.is_complete else "not complete"
     num_tokens = f"{trajectory.num_sampled_tokens:,} tokens sampled"

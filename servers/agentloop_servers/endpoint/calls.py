@@ -34,8 +34,8 @@ from agentloop.trajectory.node import PARENT_KIND_HEADER, PARENT_TURN_HEADER, De
 from agentloop.types import Generation, PathKind
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
-from agentloop_servers.http.auth import caller_of, names_session, session_name
-from agentloop_servers.http.guard import envelope_of, error_response, traceparent_of
+from agentloop_servers.http.auth import SESSION_HEADER, caller_of, names_session, session_name
+from agentloop_servers.http.guard import AFFINITY_SOURCE, envelope_of, error_response, traceparent_of
 from agentloop_servers.http.responses import in_time, json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, EventStream, sse
 
@@ -60,6 +60,19 @@ AGENT_HEADERS: Final = (
 )
 """For each client the headers of the calling agent's id and of its parent's id, and True if the main agent's calls
 have neither: then an agent without a named parent was started by the main agent."""
+
+AFFINITY_HEADERS: Final = (
+    SESSION_HEADER,
+    "x-smg-routing-key",
+    "x-multi-turn-session-id",
+    "x-session-affinity",
+    "x-dynamo-session-id",
+)
+"""Headers that name calls that belong together: those of vLLM, SGLang's gateway, Fireworks (two) and Dynamo. The
+first one in this table counts, and after all of them the field `prompt_cache_key` of OpenAI's bodies."""
+
+AFFINITY_FIELD = "prompt_cache_key"
+FINAL_HEADER = "x-dynamo-session-final"
 
 MAX_AGENT_CHARS = 256
 MAX_AFFINITY_CHARS = 256
@@ -195,6 +208,7 @@ def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
     chat_call = replace(
         chat_call,
         traceparent=traceparent_of(request),
+        affinity=affinity_key(request, chat_call.affinity),
         adapter=adapter_of(request),
         declaration=_declaration_of(request.headers),
     )
@@ -233,20 +247,52 @@ def _declaration_of(headers: Headers) -> Declaration | None:
     return Declaration(parent_turn, agent, parent_agent, None if kind is None else PathKind(kind), parent_header)
 
 
-def affinity_of(request: Request, endpoint: Endpoint, names: Sequence[str], param: str) -> str | None:
-    """Return the key that unrecorded calls of one caller with the same affinity name share.
+def affinity_key(request: Request, in_body: str = "") -> str:
+    """Return a key that all calls of one caller with the same affinity name share; empty without a name.
 
-    Raises InvalidRequest naming `param`, and HeldElsewhere if another process has the affinity.
+    `in_body` is the name in the body. If several names differ, the response names the one that counts. If the URL
+    or the key names the session, its lease counts and the names are ignored. Raises InvalidRequest for a header
+    with two values, or with a value that has not 1 to `MAX_AFFINITY_CHARS` characters.
     """
+    if "session_id" in request.path_params or caller_of(request).session_id is not None:
+        return ""
+    names: dict[str, str] = {}
+    for header in AFFINITY_HEADERS:
+        for value in {*request.headers.getlist(header)}:
+            if header in names or not 1 <= len(value) <= MAX_AFFINITY_CHARS:
+                raise InvalidRequest(f"expected one name of 1 to {MAX_AFFINITY_CHARS} characters", param=header)
+            names[header] = value
+    if in_body:
+        names[AFFINITY_FIELD] = in_body
     if not names:
+        return ""
+    source, name = next(iter(names.items()))
+    if len({*names.values()}) > 1:
+        request.scope["state"][AFFINITY_SOURCE] = source
+    return key_of_affinity(request, name)
+
+
+def key_of_affinity(request: Request, name: str) -> str:
+    """Return the key of one affinity name of the caller."""
+    return blake2b(f"{caller_of(request).owner}\0{name}".encode(), digest_size=16).hexdigest()
+
+
+def affinity_of(request: Request, endpoint: Endpoint, key: str) -> str | None:
+    """Return the name of the lease that unrecorded calls with an affinity key share; None without a key.
+
+    Raises HeldElsewhere if another process has the affinity.
+    """
+    if not key:
         return None
-    if len(names) > 1 or not 1 <= len(names[0]) <= MAX_AFFINITY_CHARS:
-        raise InvalidRequest(f"expected one name of 1 to {MAX_AFFINITY_CHARS} characters", param=param)
-    owner = caller_of(request).owner
-    digest = blake2b(f"{owner}\0{names[0]}".encode(), digest_size=16).hexdigest()
-    affinity = own_id(owner, f"tokens-{digest}")
+    affinity = own_id(caller_of(request).owner, f"tokens-{key}")
     endpoint.check_is_here(affinity)
     return affinity
+
+
+def finish_if_final(request: Request, token_calls: TokenCalls, affinity: str | None) -> None:
+    """Release the lease of an affinity whose client says that this was its last call (Dynamo's header)."""
+    if affinity is not None and request.headers.get(FINAL_HEADER, "").lower() in ("true", "1"):
+        token_calls.finish(affinity)
 
 
 def bounded(request: Request, chat_call: ChatCall) -> ChatCall:

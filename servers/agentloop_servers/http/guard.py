@@ -1,10 +1,10 @@
 """ASGI middleware between the network and the routes: request ids, limits, and the error format.
 
-Pure ASGI, because BaseHTTPMiddleware hides disconnects. Every response has `x-request-id`, and `x-session-id` if
-the session is known. Every error response is `{"error": {message, type, param, code}}`, or the error format of the
-route's dialect (`envelope`). At most `max_body_bytes` of a body are in memory, and a body is read only after the
-route has checked the key. Authorization is attached to the route itself and never depends on a path or on the Host
-header.
+Pure ASGI, because BaseHTTPMiddleware hides disconnects. Every response has `x-request-id`, `x-session-id` if the
+session is known, and `x-affinity-source` if the request has different affinity names. Every error response is
+`{"error": {message, type, param, code}}`, or the error format of the route's dialect (`envelope`). At most
+`max_body_bytes` of a body are in memory, and a body is read only after the route has checked the key. Authorization
+is attached to the route itself and never depends on a path or on the Host header.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ from agentloop_servers.http.bodies import LONG_BODY_BYTES, MIN_BYTES_PER_S, SLOW
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
+
+AFFINITY_SOURCE = "affinity_source"
+"""The name, in a request's state, of the header or field with the affinity name that counts, if several differ."""
 
 Envelope: TypeAlias = Callable[[AgentLoopError], Any]
 """Returns the body of an error response as a value that `orjson` serializes."""
@@ -520,6 +523,8 @@ class _GuardedRequest:
                     headers[name] = self.request_id
             if (session_id := self._state.get("session_id")) is not None:
                 headers["x-session-id"] = session_id
+            if (source := self._state.get(AFFINITY_SOURCE)) is not None:
+                headers["x-affinity-source"] = source
         await self._send(message)
 
 

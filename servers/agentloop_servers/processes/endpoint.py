@@ -20,7 +20,7 @@ from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
-from agentloop_servers.processes.engine_parts import can_constrain, takes_images
+from agentloop_servers.processes.engine_parts import can_constrain, has_priority, takes_images
 from agentloop_servers.processes.shared import engine_traces
 from agentloop_servers.replica.client import EngineClients
 
@@ -93,6 +93,7 @@ def build_endpoint(
         live_version=lambda: _live_version(coordinator),
         logprobs_mode=LogprobsMode(config.entries[0].logprobs_mode),  # equal in all engine pools
         takes_images=takes_images(config),
+        has_priority=has_priority(config),
         by_name=None if config.max_loras is None else coordinator.adapters,
     )
     return sessions, endpoint

@@ -15,6 +15,7 @@ from agentloop.plugins import resolve
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.simulation.weights import ReadFolder, WeightSource
+from agentloop.values.capabilities import PRIORITY_POLICY
 from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.cluster.host import THREADS
 from agentloop_servers.config.engines import EngineEntry
@@ -87,6 +88,11 @@ def takes_images(config: ServiceConfig) -> bool:
     An engine whose model turns out not to support images rejects them itself.
     """
     return any(entry.kind == "vllm" and vllm_config(config, entry).has_vision for entry in config.entries)
+
+
+def has_priority(config: ServiceConfig) -> bool:
+    """Return True if an engine pool orders waiting requests by priority."""
+    return any(entry.scheduling_policy == PRIORITY_POLICY for entry in config.entries)
 
 
 def can_constrain(config: ServiceConfig) -> bool:

@@ -29,14 +29,9 @@ function drawn(page, query) {
 }
 
 function Samples({ samples, chosen, choose }) {
-  const choice = (name) => (sample) => html`<input
-    type="radio"
-    name=${name}
-    value=${sample.seq}
+  const choice = (name) => (sample) => html`<input type="radio" name=${name} value=${sample.seq}
     aria-label=${`compare sample ${sample.sample_index} as ${name}`}
-    checked=${chosen[name] === String(sample.seq)}
-    onChange=${choose(name)}
-  />`;
+    checked=${chosen[name] === String(sample.seq)} onChange=${choose(name)} />`;
   const meter = (name) => {
     const most = Math.max(...samples.map((sample) => sample[name] ?? 0), 1e-9);
     return ["", (sample) => html`<meter value=${sample[name] ?? 0} max=${most}></meter>`];

@@ -78,6 +78,14 @@ function phasesOf(page) {
   return html`<${Grid} id="phases" columns=${columns} rows=${spent} keyOf=${([name]) => name} />`;
 }
 
+const DISTANCES = { "mean |diff|": "mean_abs_diff", "k3-KL": "k3_kl", ESS: "ess", clipped: "share_outside" };
+const ageOf = ({ age }) => age ?? NONE;
+const AGES = [
+  ["age of weights", ageOf, NUMBER],
+  ["trained tokens", ({ distance }) => count(distance.num_tokens), NUMBER],
+  ...Object.entries(DISTANCES).map(([name, key]) => [name, ({ distance }) => distance[key].toPrecision(3), NUMBER]),
+];
+
 function Totals({ page, phases }) {
   if (!page.totals.length) return html`<p class="quiet">There are no records yet.</p>`;
   const [all] = grouped(page.totals, () => "all");
@@ -115,6 +123,7 @@ function Totals({ page, phases }) {
     <section class="side-by-side">
       <${Grid} id="by-version" columns=${[byVersion, ...columns]} rows=${versions} keyOf=${keyOf} />
       <${Grid} id="by-end" columns=${[byEnd, ...columns]} rows=${ends} keyOf=${keyOf} />
+      ${page.mismatch?.length > 0 && html`<${Grid} id="mismatch" columns=${AGES} rows=${page.mismatch} keyOf=${ageOf} />`}
       ${phases}
     </section>
   `;

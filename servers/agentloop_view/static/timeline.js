@@ -108,11 +108,9 @@ function drawn(record, width) {
     ${lanes.map((lane, row) => html`<text class="name" x="0" y=${BAND_PX + (row + 1) * LANE_PX - 5}>${lane}</text>`)}
     ${events.map(
       (event) => html`<rect
-        class=${`event ${event.lane} ${event.isBad ? "is-bad" : ""}`}
-        x=${x(Math.max(event.from_us, from_us))}
+        class=${`event ${event.lane} ${event.isBad ? "is-bad" : ""}`} x=${x(Math.max(event.from_us, from_us))}
         width=${Math.max(1, scale * (event.to_us - Math.max(event.from_us, from_us)))}
-        y=${BAND_PX + lanes.indexOf(event.lane) * LANE_PX + 3}
-        height=${LANE_PX - 6}
+        y=${BAND_PX + lanes.indexOf(event.lane) * LANE_PX + 3} height=${LANE_PX - 6}
       >
         <title>${event.words}, ${milliseconds((event.to_us - event.from_us) / 1000)}</title>
       </rect>`,

@@ -117,10 +117,8 @@ export function Tokens({ tokens, coloring, marked = null, label = "tokens" }) {
         tabindex="0"
         role="application"
         aria-label=${`${count(tokens.ids.length)} ${label}: arrows go from one to the next`}
-        onScroll=${(event) => setTop(event.target.scrollTop)}
-        onKeyDown=${press}
-        onMouseMove=${(event) => setAt(placeUnder(event))}
-        onMouseLeave=${() => setAt(null)}
+        onScroll=${(event) => setTop(event.target.scrollTop)} onKeyDown=${press}
+        onMouseMove=${(event) => setAt(placeUnder(event))} onMouseLeave=${() => setAt(null)}
       >
         <div ref=${sizer}><canvas ref=${canvas} data-drawn=${layout && tokens.ids.length}></canvas></div>
       </div>

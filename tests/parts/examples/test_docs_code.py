@@ -291,6 +291,7 @@ PROGRAMS: dict[tuple[str, int], Program] = {
     ("docs/get-started/first-trainer.md", 0): Program(prints="1 "),
     ("docs/guides/environments.md", 0): Program(check=shop_is_faultless),
     ("docs/guides/evaluation.md", 0): Program(prints="0."),
+    ("docs/guides/interchange.md", 0): Program(annotated),
     ("docs/guides/learning.md", 0): Program(learning, check=has_trained),
     ("docs/guides/lineage.md", 0): Program(),
     ("docs/guides/logprobs.md", 0): Program(monitored, check=is_on_policy),

@@ -26,6 +26,7 @@ from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, TokenPolicy
 from agentloop.types import KVPolicy
+from agentloop.values.capabilities import PRIORITY_POLICY
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
@@ -154,6 +155,7 @@ async def chat_service(
             renderer=renderer,
             parser=PARSER,
             takes_images=seeing is not None,
+            has_priority=spec.scheduling_policy == PRIORITY_POLICY,
             model_name=MODEL,
             max_model_len=spec.max_context_tokens,
             limits=bounds.endpoint,

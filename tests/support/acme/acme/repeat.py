@@ -10,5 +10,5 @@ def group() -> None: ...
 
 
 @app.command()
-def replay(name: str) -> None:
-    print(f"replays {name}")
+def repeat(name: str) -> None:
+    print(f"repeats {name}")
