@@ -87,6 +87,7 @@ class ChatModel:
     template_arguments: frozenset[str] = frozenset()  # argument names that the chat template reads
     timeout_s: float = 600.0  # default and upper limit of a call's timeout
     takes_images: bool = False
+    has_routed_experts: bool = False  # the engines return them
 
 
 @dataclass(frozen=True, slots=True)

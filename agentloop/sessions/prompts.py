@@ -74,6 +74,7 @@ class SessionParts:
     placer: ImagePlacer = field(default_factory=lambda: ImagePlacer(takes_images=False))
     keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None  # None: images are not stored
     traces: EngineTraces | None = None  # traces to which engines add spans
+    default_top_k: int = 0  # for calls without one: engines with a sampling mask require it
 
     async def keep_images(self, images: Sequence[Image]) -> None:
         """Store a call's images before a record refers to them. Raises ServiceUnavailable."""
@@ -331,7 +332,7 @@ def _sampling(chat_call: ChatCall, parts: SessionParts) -> tuple[SamplingParams,
         raise UnsupportedParameter("this service's engine cannot constrain its output", param="constraint")
     own_stops = () if requested.ignore_eos else parts.renderer.stop_token_ids
     stops = tuple(dict.fromkeys((*own_stops, *requested.stop_token_ids)))
-    sampling = replace(requested, stop_token_ids=stops)
+    sampling = replace(requested, stop_token_ids=stops, top_k=requested.top_k or parts.default_top_k)
     if chat_call.tool_choice is ToolChoice.REQUIRED:
         return replace(sampling, constraint=_call_constraint(chat_call, parts)), True
     if chat_call.tool_choice is ToolChoice.NONE:

@@ -24,6 +24,7 @@ from agentloop.errors import (
     UnsupportedParameter,
 )
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams, tiling_problem
+from agentloop.values.aux_rows import AuxKind, mask_lacks
 from agentloop.values.capabilities import CONSTRAINTS, features_asked, features_of, hint_of, param_of
 from agentloop.values.sampling import LogprobsMode
 
@@ -205,12 +206,14 @@ _MAY_BE_EMPTY = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.REPLACE
 def check_generation(request: GenerateRequest, generation: Generation, vocab_size: int) -> None:
     """Raise MalformedEngineResponse if a generation is not a valid answer to `request`. It must not be stored
     then."""
-    _raise(request, _answer_problem(request, generation) or _token_problem(request, generation, vocab_size))
+    problem = _answer_problem(request, generation) or _token_problem(request, generation, vocab_size)
+    _raise(request, problem or _aux_problem(request, generation, is_complete=True))
 
 
 def check_piece(request: GenerateRequest, piece: Delta, vocab_size: int) -> None:
     """Raise MalformedEngineResponse if a piece cannot be part of an answer to `request`. A piece may be empty."""
-    _raise(request, _token_problem(request, piece, vocab_size))
+    problem = _token_problem(request, piece, vocab_size)
+    _raise(request, problem or _aux_problem(request, piece, is_complete=False))
 
 
 def _raise(request: GenerateRequest, problem: str | None) -> None:
@@ -265,6 +268,24 @@ def _top_problem(request: GenerateRequest, piece: Delta | Generation, vocab_size
             return "an alternative's logprob is not a finite number <= 0"
         if any(second > first for (_, first), (_, second) in pairwise(top)):
             return "alternatives are not in order, best first"
+    return None
+
+
+def _aux_problem(request: GenerateRequest, piece: Delta | Generation, *, is_complete: bool) -> str | None:
+    """Return the reason why auxiliary rows do not belong to the tokens. A piece may be part of an answer."""
+    if piece.aux is None:
+        return None
+    num_ids = len(piece.token_ids)
+    if not num_ids or request.sampling.score_from is not None:
+        return "auxiliary rows without a sampled token"
+    for kind, rows in piece.aux.items():
+        first, end = kind.span(request.routes_from, len(request.token_ids), num_ids)
+        if rows.problem is not None:
+            return f"{kind} has {rows.problem} for rows of shape {rows.shape}"
+        if is_complete and (rows.start, rows.end) != (first, end):
+            return f"{kind} has the positions [{rows.start}, {rows.end}) where [{first}, {end}) are expected"
+        if kind is AuxKind.SAMPLING_MASK and mask_lacks(rows, piece.token_ids):
+            return f"{kind} has a row without the sampled id, or {rows.num_rows} rows for {num_ids} ids"
     return None
 
 

@@ -57,6 +57,67 @@ def test_a_config_of_entries_survives_its_run_directory(tmp_path):
     assert config.entries[2].withheld == [Feature.SEED]
 
 
+KV = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+INNER = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [KV]}}
+ON_CPU = {"device": "cpu", "kv_cache_mib": 64}
+
+
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        (
+            {"routed_experts": True, "kind": "sglang"},
+            "routed_experts is supported by vLLM on GPUs only, not by sglang",
+        ),
+        (
+            {"routed_experts": True, **ON_CPU},
+            "routed_experts is supported by vLLM on GPUs only, not by vllm on cpu",
+        ),
+        ({"sampling_mask_top_k": 8, **ON_CPU}, "sampling_mask_top_k is supported by vLLM on GPUs only"),
+        (
+            {"routed_experts": True, "logprobs_mode": "raw"},
+            "routed_experts requires logprobs_mode sampled, not raw",
+        ),
+        ({"sampling_mask_top_k": 8, "logprobs_mode": "both"}, "sampling_mask_top_k requires logprobs_mode sampled"),
+        ({"routed_experts": True, "speculative": {}}, "routed_experts cannot be combined with speculative"),
+        ({"sampling_mask_top_k": 0}, "greater than or equal to 1"),
+        (
+            {"routed_experts": True, "arguments": {"decode_context_parallel_size": 2}},
+            "routed_experts cannot be combined with arguments.decode_context_parallel_size 2",
+        ),
+        (
+            {"routed_experts": True, "arguments": {"kv_transfer_config": KV}},
+            "routed_experts cannot be combined with arguments.kv_transfer_config NixlConnector",
+        ),
+        ({"routed_experts": True, "arguments": {"kv_transfer_config": INNER}}, "kv_transfer_config NixlConnector"),
+    ],
+)
+def test_what_an_engine_refuses_with_auxiliary_rows_is_refused_in_the_config(engine, named):
+    with pytest.raises(ValidationError, match=named):
+        service(engine)
+
+
+def test_auxiliary_rows_are_recorded_by_all_pools_or_none():
+    for key, value in (("routed_experts", True), ("sampling_mask_top_k", 8)):
+        with pytest.raises(ValidationError, match=f"engine short has {key} .* and simulated {value}"):
+            service({**TWO[0], key: value}, TWO[1])
+        engine = build_engine(service({**TWO[0], key: value}, {**TWO[1], key: value}))
+        assert (Feature.GREEDY in engine.info.features) == (key == "routed_experts")
+
+
+def test_a_dense_model_has_no_routed_experts(tmp_path):
+    config = service({"routed_experts": True})
+    with pytest.raises(InvalidRequest, match="routed_experts requires a mixture of experts") as refused:
+        application(config, tmp_path)
+    assert refused.value.param == "engine.routed_experts"
+
+
+def test_rows_that_cannot_be_packed_are_refused_in_the_config(monkeypatch):
+    monkeypatch.setattr("agentloop_servers.config.engines.find_spec", lambda name: None)
+    with pytest.raises(ValidationError, match="routed_experts needs the package zstandard"):
+        service({"kind": "simulated", "routed_experts": True})
+
+
 def test_deadlines_are_those_of_the_slowest():
     config = service({"kind": "simulated", "stage_timeout_s": 30}, {"kind": "simulated", "name": "b"})
     assert weight_config(config).stage_timeout_s > 600

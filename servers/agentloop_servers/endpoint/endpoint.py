@@ -70,6 +70,7 @@ class Endpoint:
     live_version: Callable[[], Awaitable[int | None]] | None = None  # requests the version from the coordinator
     users: ServedUsers | None = None
     takes_images: bool = False
+    has_routed_experts: bool = False
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     # Adapter names that mean the served policy, oldest first.
     adapters: dict[str, None] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class Endpoint:
             renderer.facts.template_arguments,
             timeout_s=self.limits.timeout_s,
             takes_images=self.takes_images,
+            has_routed_experts=self.has_routed_experts,
         )
 
     async def weight_version(self) -> int | None:

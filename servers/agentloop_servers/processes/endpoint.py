@@ -39,6 +39,7 @@ def session_parts(
         reader=TurnReader(chat.renderer, chat.parser, chat.name),
         parser=chat.parser,
         kv_policy=config.kv_policy,
+        default_top_k=config.entries[0].sampling_mask_top_k or 0,  # equal in all engine pools
         max_context_tokens=facts.max_context_tokens,
         vocab_size=facts.vocab_size,
         can_constrain=can_constrain(config),
@@ -93,6 +94,7 @@ def build_endpoint(
         live_version=lambda: _live_version(coordinator),
         logprobs_mode=LogprobsMode(config.entries[0].logprobs_mode),  # equal in all engine pools
         takes_images=takes_images(config),
+        has_routed_experts=config.entries[0].routed_experts,
         by_name=None if config.max_loras is None else coordinator.adapters,
     )
     return sessions, endpoint

@@ -154,6 +154,7 @@ async def chat_service(
             renderer=renderer,
             parser=PARSER,
             takes_images=seeing is not None,
+            has_routed_experts=spec.routed_experts,
             model_name=MODEL,
             max_model_len=spec.max_context_tokens,
             limits=bounds.endpoint,

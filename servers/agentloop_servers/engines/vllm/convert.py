@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from agentloop.errors import (
     AgentLoopError,
@@ -23,11 +26,13 @@ from agentloop.types import (
     FinishReason,
     GenerateRequest,
     Generation,
+    IntArray,
     Load,
     SamplingParams,
     TopLogprobs,
     WeightVersionSpan,
 )
+from agentloop.values.aux_rows import AuxKind, AuxRows, ragged
 from agentloop.values.checks import LOGPROB_SENTINEL, MAX_BIAS
 from agentloop.values.sampled_tokens import SampledTokens
 from agentloop.values.sampling import LogprobsMode
@@ -64,20 +69,81 @@ def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: in
     sampled.extend(token_ids, [flat.logprobs[start] for start in starts], tops, raw_logprobs)
 
 
+def add_aux(sampled: SampledTokens, request: GenerateRequest, completion: Any) -> None:
+    """Append the auxiliary rows of a CompletionOutput, whose tokens `sampled` has.
+
+    Its sampling mask belongs to the output's tokens, its routed experts to the complete request.
+    """
+    aux: dict[AuxKind, AuxRows] = {}
+    if completion.routed_experts is not None:
+        aux[AuxKind.ROUTED_EXPERTS] = _routes(request.routes_from, completion.routed_experts)
+    if completion.sampling_mask is not None:
+        rows = completion.sampling_mask.token_ids
+        aux[AuxKind.SAMPLING_MASK] = ragged(sampled.num_prompt + len(sampled) - len(rows), rows)
+    if aux:
+        sampled.add_aux(aux)
+
+
+def add_routes_so_far(sampled: SampledTokens, request: GenerateRequest, state: Any, num_had: int) -> None:
+    """Append the routed experts of the tokens after the first `num_had` from vLLM's internal request state.
+
+    vLLM outputs them only at the end.
+    """
+    if state.routed_experts_chunks and len(sampled) > num_had:
+        start = sampled.num_prompt + num_had - 1 if num_had else request.routes_from
+        num_rows = sampled.num_prompt + len(sampled) - 1 - start
+        rows = np.stack(_rows_before_end(state, sampled, state.routed_experts_chunks, num_rows))
+        sampled.add_aux({AuxKind.ROUTED_EXPERTS: _routes(start, rows)})
+
+
+def _add_masks_so_far(sampled: SampledTokens, state: Any, num_had: int) -> None:
+    if state.sampling_mask_chunks and len(sampled) > num_had:
+        chunks = [_mask_rows(chunk) for chunk in state.sampling_mask_chunks[num_had - len(sampled) :]]
+        rows = _rows_before_end(state, sampled, chunks, len(sampled) - num_had)
+        sampled.add_aux({AuxKind.SAMPLING_MASK: ragged(sampled.num_prompt + num_had, rows)})
+
+
+def _mask_rows(chunk: Any) -> list[IntArray]:
+    return [chunk.token_ids] if chunk.offsets is None else np.split(chunk.token_ids, chunk.offsets[1:-1])
+
+
+def _rows_before_end(state: Any, sampled: SampledTokens, chunks: Sequence[Any], num_rows: int) -> list[Any]:
+    """Return the last `num_rows` rows of the chunks, without those of tokens that `sampled` does not have yet.
+
+    vLLM appends a chunk per step.
+    """
+    num_ahead, rows = state.detokenizer.num_output_tokens() - len(sampled), list[Any]()
+    for chunk in reversed(chunks):
+        if len(rows) >= num_ahead + num_rows:
+            break
+        rows += reversed(chunk)
+    if len(rows) < num_ahead + num_rows:
+        raise MalformedEngineResponse(f"vLLM has {len(rows)} auxiliary rows of {num_ahead + num_rows}")
+    return rows[num_ahead : num_ahead + num_rows][::-1]
+
+
+def _routes(start: int, experts: Any) -> AuxRows:
+    """Return vLLM's array `[rows, layers, experts per token]` as the rows of the positions from `start` on."""
+    if experts.ndim != 3:
+        raise MalformedEngineResponse(f"vLLM returned routed experts of shape {experts.shape}, not of 3 dimensions")
+    return AuxRows(start, experts.ravel(), experts.shape[1:])
+
+
 def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest, version: int | None = None) -> None:
     """Append the tokens of a running request that `sampled` does not have yet, with their versions.
 
     Append nothing if the request has ended. The tokens are read from vLLM's internal request state, because vLLM
     outputs them only at the end.
     """
-    processor, start = llm.output_processor, len(sampled)
-    for internal_id in processor.external_req_ids.get(request.request_id, ()):
-        state = processor.request_states[internal_id]
+    start = len(sampled)
+    for state in states_of(llm, request.request_id):
         token_ids = state.detokenizer.output_token_ids[start:]
         if token_ids:
             new = SimpleNamespace(token_ids=token_ids, logprobs=state.logprobs_processor.logprobs[start:])
             add_completion(sampled, new, request.sampling.num_top_logprobs)
             stamp(sampled, spans_from_starts(state.weight_version_starts, len(sampled), version))
+            add_routes_so_far(sampled, request, state, start)
+            _add_masks_so_far(sampled, state, start)
 
 
 def _alternatives(
@@ -119,6 +185,7 @@ def sampling_params(
     eos_token_id: int | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED,
     can_bias: bool = True,
+    routes_from: int = 0,
 ) -> Any:
     """Convert to vLLM's SamplingParams, which stop at `stop_token_ids` only. `eos_token_id` is the tokenizer's.
 
@@ -161,6 +228,7 @@ def sampling_params(
         detokenize=False,
         # One final output costs the front end about half as much as a stream of deltas.
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
+        routed_experts_prompt_start=routes_from,
     )
 
 
@@ -174,7 +242,7 @@ def scoring_params(sampling: SamplingParams, *, reads_cache: bool) -> Any:
 
     return VllmSamplingParams(
         max_tokens=1,
-        temperature=0.0,
+        top_k=1,  # an engine with a sampling mask accepts neither temperature 0 nor an unlimited number of ids
         ignore_eos=True,
         prompt_logprobs=sampling.num_top_logprobs,
         skip_reading_prefix_cache=not reads_cache,
@@ -248,18 +316,23 @@ def spans_so_far(
     """
     if output.finished:
         return final_spans(output.outputs[0], version)
-    processor = llm.output_processor
-    for internal_id in processor.external_req_ids.get(request_id, ()):
-        starts = processor.request_states[internal_id].weight_version_starts
+    for state in states_of(llm, request_id):
+        starts = state.weight_version_starts
         return spans_from_starts([pair for pair in starts if pair[1] < num_tokens], num_tokens, version)
     return None
 
 
+def states_of(llm: Any, request_id: str) -> list[Any]:
+    """Return vLLM's internal state of a request; empty if the request has ended."""
+    processor = llm.output_processor
+    states = (processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ()))
+    return [state for state in states if state is not None]
+
+
 def is_unbegun(llm: Any, request_id: str) -> bool:
     """Return True if vLLM has a request and has not output a token of it."""
-    processor = llm.output_processor
-    states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
-    return bool(states) and all(state is not None and state.is_prefilling for state in states)
+    states = states_of(llm, request_id)
+    return bool(states) and all(state.is_prefilling for state in states)
 
 
 def add_scores(sampled: SampledTokens, request: GenerateRequest, output: Any, version: int | None = None) -> None:

@@ -46,6 +46,8 @@ OWNED: Mapping[str, str] = {
     "otlp_traces_endpoint": "set `traces.url`",
     "enable_sleep_mode": "set `mode: hybrid`",
     "logprobs_mode": "set `engine.logprobs_mode`",
+    "enable_return_routed_experts": "set `engine.routed_experts`",
+    "return_sampling_mask": "set `engine.sampling_mask_top_k`",
     "max_logprobs": _EXACT,
     "generation_config": _EXACT,
     "override_generation_config": _EXACT,
