@@ -60,6 +60,7 @@ class EngineInfo:
     max_loras: int | None = None  # maximum number of adapters served by name; None: not supported
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     quantization: str = ""  # quantization of the weights during computation; empty if not quantized
+    max_logprobs: int = 20  # maximum number of alternatives per token
 
     @property
     def can(self) -> Capabilities:

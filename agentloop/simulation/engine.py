@@ -92,6 +92,7 @@ class SimulatedSpec:
     stream_pace: StreamPace = field(default_factory=StreamPace)
     routed_experts: bool = False  # return them, as `policy.routed_experts` makes them
     sampling_mask: bool = False  # return the ids that each token was sampled from
+    max_logprobs: int = 20
 
     @property
     def info(self) -> EngineInfo:
@@ -110,6 +111,7 @@ class SimulatedSpec:
             lora_rank=self.lora_rank,
             max_loras=self.max_loras,
             logprobs_mode=self.logprobs_mode,
+            max_logprobs=self.max_logprobs,
         )
 
 

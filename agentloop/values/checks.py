@@ -35,7 +35,10 @@ LOGPROB_SENTINEL = -9999.0
 """The value that engines write for a missing logprob. Values at or below it are not logprobs."""
 
 MAX_TOP_LOGPROBS = 20
-"""Maximum alternatives per token: vLLM's default limit and the limit of the OpenAI API."""
+"""Maximum alternatives per token: the default of `engine.max_logprobs`, and the limit of the chat formats."""
+
+MAX_ALTERNATIVES = 1 << 20
+"""Limit of the number of alternatives per token in a body; the engine's own limit is smaller."""
 
 MAX_VOCAB_SIZE = 1 << 31
 """The limit of token ids if the model's vocabulary size is unknown: ids are stored as int32."""
@@ -89,7 +92,13 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     start = request.sampling.score_from
     if start is not None and not 1 <= start < len(ids):
         raise InvalidRequest(f"start is {start}, not in [1, {len(ids)})", param="start")
-    check_sampling(request.sampling, info.vocab_size, features=info.can.features, engine=info.name)
+    check_sampling(
+        request.sampling,
+        info.vocab_size,
+        features=info.can.features,
+        engine=info.name,
+        max_logprobs=info.max_logprobs,
+    )
 
 
 def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
@@ -110,15 +119,31 @@ def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
         end = span.end
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int, *, features: int, engine: str) -> None:
+def check_sampling(
+    sampling: SamplingParams,
+    vocab_size: int,
+    *,
+    features: int,
+    engine: str,
+    max_logprobs: int = MAX_TOP_LOGPROBS,
+) -> None:
     """Validate the sampling options of a request. `features` are the engine's, as returned by `bits_of`.
 
     Raises InvalidRequest (naming the field), and UnsupportedParameter for a missing feature.
     """
     _check_numbers(sampling)
+    check_num_top(sampling.num_top_logprobs, max_logprobs, "num_top_logprobs")
     _check_adjustments(sampling, vocab_size)
     _check_features(features_asked(sampling) & ~features, engine)
     _check_constraint(sampling)
+
+
+def check_num_top(num_top: int, max_logprobs: int, param: str) -> None:
+    """Raise InvalidRequest if a request wants more alternatives per token than the engines return."""
+    if not 0 <= num_top <= max_logprobs:
+        raise InvalidRequest(
+            f"{param} is {num_top}, not in [0, {max_logprobs}]: the limit is engine.max_logprobs", param=param
+        )
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
@@ -151,11 +176,6 @@ def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
             f"repetition_penalty is {sampling.repetition_penalty}, "
             f"not in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]",
             param="repetition_penalty",
-        )
-    if not 0 <= sampling.num_top_logprobs <= MAX_TOP_LOGPROBS:
-        raise InvalidRequest(
-            f"num_top_logprobs is {sampling.num_top_logprobs}, not in [0, {MAX_TOP_LOGPROBS}]",
-            param="num_top_logprobs",
         )
     if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
         raise InvalidRequest(

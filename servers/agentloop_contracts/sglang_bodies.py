@@ -42,7 +42,7 @@ from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Generation, Message
 from agentloop.values.aux_rows import AuxKind
-from agentloop.values.checks import MAX_SEED, MAX_TOP_LOGPROBS
+from agentloop.values.checks import MAX_ALTERNATIVES, MAX_SEED, check_num_top
 from agentloop.values.sampled_tokens import SampledTokens
 
 MAX_BATCH = 1024
@@ -133,7 +133,7 @@ class SglangBody(Body):
     ) = None
     sampling_params: Annotated[SglangSampling, _Shared] = SglangSampling()
     return_logprob: Annotated[bool | None, _Shared] = None
-    top_logprobs_num: Annotated[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, _Shared] = None
+    top_logprobs_num: Annotated[Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None, _Shared] = None
     logprob_start_len: Annotated[Annotated[int, Field(ge=-1, le=MAX_PROMPT_TOKENS)] | None, _Shared] = None
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
@@ -244,6 +244,7 @@ def to_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> 
             "the engines do not return routed experts: set engine.routed_experts", param="return_routed_experts"
         )
     params = body.sampling_params
+    check_num_top(body.num_top, model.max_logprobs, "top_logprobs_num")
     try:
         sampling = sampling_of(params, params.max_tokens, model.vocab_size, body.num_top)
     except InvalidRequest as error:
@@ -267,7 +268,8 @@ def prompt_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel)
     if body.scores_after is None:
         return None
     start, demand = body.scores_after + 1, body.weight_version
-    return score_call(prompt_ids, start, body.num_top, model, demand, param="logprob_start_len")
+    names = {"param": "logprob_start_len", "top_param": "top_logprobs_num"}
+    return score_call(prompt_ids, start, body.num_top, model, demand, **names)
 
 
 def unsampled(score: Generation | None) -> Reply:

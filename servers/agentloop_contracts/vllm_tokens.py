@@ -28,7 +28,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Generation
 from agentloop.values.aux_rows import AuxKind
-from agentloop.values.checks import MAX_TOP_LOGPROBS
+from agentloop.values.checks import MAX_ALTERNATIVES, check_num_top
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
@@ -45,8 +45,8 @@ class VllmSamplingBody(ChoiceFields):
     which has the experts of earlier turns, they are null if it is before the last token of those turns.
     """
 
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS)] = 0
     detokenize: Ignored = None
     flat_logprobs: Ignored = None
@@ -102,6 +102,7 @@ def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
     """Convert a body to a `ChatCall`. Raises InvalidRequest naming a field of the body."""
     params = body.sampling_params
     num_top = params.logprobs if params.logprobs is not None and params.logprobs > 1 else 0
+    check_num_top(num_top, model.max_logprobs, "sampling_params.logprobs")
     try:
         sampling = sampling_of(params, params.max_tokens, model.vocab_size, num_top)
     except InvalidRequest as error:
@@ -124,7 +125,8 @@ def prompt_call(body: TokensBody, model: ChatModel) -> ChatCall | None:
     num_top, ids = body.sampling_params.prompt_logprobs, tuple(body.token_ids)
     if num_top is None:
         return None
-    return score_call(ids, 1, num_top, model, body.weight_version, param="sampling_params.prompt_logprobs")
+    param = "sampling_params.prompt_logprobs"
+    return score_call(ids, 1, num_top, model, body.weight_version, param=param, top_param=param)
 
 
 def render_tokens(

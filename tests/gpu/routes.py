@@ -1,4 +1,4 @@
-"""Routed experts of a mixture of experts on a whole service: their rows, what a replay gains, and what they cost.
+"""Routed experts of a mixture of experts on a whole service: the rows, the gain of a replay, and the cost in speed.
 
     python -m tests.gpu.routes                                   # about 7 minutes on one GPU
     python -m tests.gpu.routes --only records                    # rows and mismatch, without the throughput

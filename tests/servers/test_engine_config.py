@@ -13,7 +13,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.values.capabilities import Feature
 from agentloop_servers.app import application
 from agentloop_servers.config.service import ServiceConfig, model_sizes
-from agentloop_servers.processes.engine_parts import build_engine, engine_actor_options, vllm_config
+from agentloop_servers.processes.engine_parts import build_engine, engine_actor_options, max_logprobs, vllm_config
 from agentloop_servers.processes.settings import replica_config, sized, weight_config
 
 MODEL = "examples/tiny_policy/v0"
@@ -103,6 +103,18 @@ def test_auxiliary_rows_are_recorded_by_all_pools_or_none():
             service({**TWO[0], key: value}, TWO[1])
         engine = build_engine(service({**TWO[0], key: value}, {**TWO[1], key: value}))
         assert (Feature.GREEDY in engine.info.features) == (key == "routed_experts")
+
+
+def test_the_number_of_alternatives_is_a_limit_of_all_pools():
+    for limit, served in ((-1, 1024), (256, 256), (1, 1)):
+        config = service(*({**one, "max_logprobs": limit} for one in TWO))
+        assert max_logprobs(config) == served
+        assert build_engine(config).info.max_logprobs == served
+    for wrong in (0, -2, 257):
+        with pytest.raises(ValidationError, match="max_logprobs"):
+            service({"kind": "simulated", "max_logprobs": wrong})
+    with pytest.raises(ValidationError, match="engine short has max_logprobs 20 and simulated 256"):
+        service({**TWO[0], "max_logprobs": 256}, TWO[1])
 
 
 def test_a_dense_model_has_no_routed_experts(tmp_path):

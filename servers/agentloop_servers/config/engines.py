@@ -127,6 +127,8 @@ class EngineConfig(_EngineModel):
     """Compute the same logits for a context in every batch, at some cost in speed; GPUs only."""
     logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"
     """The distribution of logprobs: `sampled`, `raw` or `both` (distribution.md)."""
+    max_logprobs: Annotated[int, Field(ge=1, le=256)] | Literal[-1] = 20
+    """Maximum alternatives per token, in scores and samples; -1: the whole vocabulary. See logprobs.md."""
     routed_experts: bool = False
     """Record the experts that routed each token, for replay in the trainer; mixture-of-experts models only."""
     sampling_mask_top_k: Annotated[int, Field(ge=1)] | None = None
@@ -393,7 +395,7 @@ def check_entries(entries: Sequence[EngineEntry]) -> None:
                 f"engine {entry.name} has logprobs_mode {entry.logprobs_mode} and {first.name}"
                 f" {first.logprobs_mode}: it must be equal, because a trajectory can continue on either"
             )
-        for key in ("routed_experts", "sampling_mask_top_k"):
+        for key in ("max_logprobs", "routed_experts", "sampling_mask_top_k"):
             if getattr(entry, key) != getattr(first, key):
                 raise ValueError(
                     f"engine {entry.name} has {key} {getattr(entry, key)} and {first.name} {getattr(first, key)}:"

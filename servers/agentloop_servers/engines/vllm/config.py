@@ -144,6 +144,8 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         **_parallel_arguments(config),
         **({"enable_return_routed_experts": True} if config.routed_experts else {}),
         **({} if config.sampling_mask_top_k is None else {"return_sampling_mask": True}),
+        # A raw logprob takes the place of one alternative (`raw_logprobs.py`).
+        "max_logprobs": config.max_logprobs + (config.logprobs_mode is LogprobsMode.BOTH),
         "seed": config.seed,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         # On CPU a compiled graph keeps the packed weights it was traced with, so an update would have no effect.

@@ -48,7 +48,7 @@ OWNED: Mapping[str, str] = {
     "logprobs_mode": "set `engine.logprobs_mode`",
     "enable_return_routed_experts": "set `engine.routed_experts`",
     "return_sampling_mask": "set `engine.sampling_mask_top_k`",
-    "max_logprobs": _EXACT,
+    "max_logprobs": "set `engine.max_logprobs`",
     "generation_config": _EXACT,
     "override_generation_config": _EXACT,
     "logits_processors": _EXACT,

@@ -65,6 +65,7 @@ ALWAYS = {
     "use_tqdm_on_load": False,
     "disable_log_stats": True,
     "enable_log_requests": False,
+    "max_logprobs": 20,
 }
 CUDA = ALWAYS | {
     "gpu_memory_utilization": 0.9,
@@ -84,6 +85,7 @@ CASES = {
         {"engine": {"routed_experts": True, "sampling_mask_top_k": 64}},
         CUDA | {"enable_return_routed_experts": True, "return_sampling_mask": True},
     ),
+    "alternatives": ({"engine": {"max_logprobs": 256, "logprobs_mode": "both"}}, CUDA | {"max_logprobs": 257}),
     "hybrid": ({"mode": "hybrid"}, CUDA | {"enable_sleep_mode": True}),
     "colocated": ({"mode": "colocated"}, CUDA | {"enable_sleep_mode": True}),
     "tensor parallel": (
