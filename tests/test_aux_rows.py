@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.engine.canary import canary_request
-from agentloop.engine.interface import Delta
 from agentloop.errors import InvariantBroken, MalformedEngineResponse
 from agentloop.simulation.engine import SimulatedSpec
 from agentloop.simulation.policy import ROUTES_SHAPE, routed_experts
@@ -111,13 +110,13 @@ def test_pieces_join_to_the_rows_of_all_tokens(cuts: set[int], kept: int, first:
     assert (pieces.aux is None) == (kept == 0)
     for kind, rows in (pieces.aux or {}).items():
         assert the_same(rows, rows_of(PROMPT, IDS[:kept], first)[kind])
-    if kept:  # an abort cut it here, and another engine continues
-        pieces.add(
-            generation(IDS[kept:], (*PROMPT, *IDS[:kept]), len(PROMPT) + kept - 1)
-            if kept < 6
-            else Delta((), (), ())
-        )
-        assert all(the_same(pieces.aux[kind], rows) for kind, rows in whole.aux.items())  # type: ignore[index]
+    if kept:  # other tokens are sampled in place of the dropped ones
+        later = [one + 10 for one in IDS[kept:]]
+        if later:
+            pieces.add(generation(later, (*PROMPT, *IDS[:kept]), len(PROMPT) + kept - 1))
+        expected = rows_of(PROMPT, (*IDS[:kept], *later), first)
+        assert pieces.aux is not None
+        assert all(the_same(pieces.aux[kind], rows) for kind, rows in expected.items())
 
 
 def test_a_gap_is_not_filled() -> None:

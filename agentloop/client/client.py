@@ -249,15 +249,10 @@ class RolloutClient:
         for place, score in enumerate(joined):
             if score is None:  # an update came between its parts
                 newest = VersionDemand(exact_version=max(one.weight_version for one in scores))
-                again = await self.score(
-                    [batch[place]],
-                    start=starts[place],
-                    top_k=top_k,
-                    model=model,
-                    weight_version=newest,
-                    timeout_s=timeout_s,
+                one, first = [batch[place]], starts[place]
+                (joined[place],) = await self.score(
+                    one, start=first, top_k=top_k, model=model, weight_version=newest, timeout_s=timeout_s
                 )
-                joined[place] = again[0]
         return [score for score in joined if score is not None]
 
     async def submit(

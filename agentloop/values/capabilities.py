@@ -91,7 +91,7 @@ def hint_of(feature: Feature) -> str:
     if feature is Feature.PRIORITY:
         return f"; it needs engines with scheduling_policy: {PRIORITY_POLICY}"
     if feature is Feature.GREEDY:
-        return " (temperature 0); it needs engines without sampling_mask_top_k"
+        return "; temperature 0 needs engines without sampling_mask_top_k"
     return "; it needs engines without speculative" if feature in NOT_SPECULATIVE else ""
 
 

@@ -246,8 +246,6 @@ class EngineConfig(_EngineModel):
             raise ValueError(
                 f"{key} cannot be combined with speculative: the rows of rejected drafts are not tested"
             )
-        if self.sampling_mask_top_k is not None and "logits_processors" in self.arguments:
-            raise ValueError("sampling_mask_top_k cannot be combined with arguments.logits_processors")
         if self.routed_experts:
             self._check_routes()
 

@@ -92,14 +92,15 @@ def add_routes_so_far(sampled: SampledTokens, request: GenerateRequest, state: A
     if state.routed_experts_chunks and len(sampled) > num_had:
         start = sampled.num_prompt + num_had - 1 if num_had else request.routes_from
         num_rows = sampled.num_prompt + len(sampled) - 1 - start
-        rows = np.stack(_rows_before_end(state, sampled, state.routed_experts_chunks, num_rows))
-        sampled.add_aux({AuxKind.ROUTED_EXPERTS: _routes(start, rows)})
+        chunks, part = _last_chunks(state, sampled, state.routed_experts_chunks, num_rows)
+        sampled.add_aux({AuxKind.ROUTED_EXPERTS: _routes(start, np.concatenate(chunks)[part])})
 
 
 def _add_masks_so_far(sampled: SampledTokens, state: Any, num_had: int) -> None:
     if state.sampling_mask_chunks and len(sampled) > num_had:
-        chunks = [_mask_rows(chunk) for chunk in state.sampling_mask_chunks[num_had - len(sampled) :]]
-        rows = _rows_before_end(state, sampled, chunks, len(sampled) - num_had)
+        found = [_mask_rows(chunk) for chunk in state.sampling_mask_chunks[num_had - len(sampled) :]]
+        chunks, part = _last_chunks(state, sampled, found, len(sampled) - num_had)
+        rows = [row for chunk in chunks for row in chunk][part]
         sampled.add_aux({AuxKind.SAMPLING_MASK: ragged(sampled.num_prompt + num_had, rows)})
 
 
@@ -107,19 +108,22 @@ def _mask_rows(chunk: Any) -> list[IntArray]:
     return [chunk.token_ids] if chunk.offsets is None else np.split(chunk.token_ids, chunk.offsets[1:-1])
 
 
-def _rows_before_end(state: Any, sampled: SampledTokens, chunks: Sequence[Any], num_rows: int) -> list[Any]:
-    """Return the last `num_rows` rows of the chunks, without those of tokens that `sampled` does not have yet.
-
-    vLLM appends a chunk per step.
-    """
-    num_ahead, rows = state.detokenizer.num_output_tokens() - len(sampled), list[Any]()
+def _last_chunks(
+    state: Any, sampled: SampledTokens, chunks: Sequence[Any], num_rows: int
+) -> tuple[list[Any], slice]:
+    """Return the chunks with the last `num_rows` rows before those of tokens that `sampled` does not have yet, and
+    the place of these rows in the chunks. vLLM appends a chunk per step."""
+    num_ahead = state.detokenizer.num_output_tokens() - len(sampled)
+    found, num_found = list[Any](), 0
     for chunk in reversed(chunks):
-        if len(rows) >= num_ahead + num_rows:
+        if num_found >= num_ahead + num_rows:
             break
-        rows += reversed(chunk)
-    if len(rows) < num_ahead + num_rows:
-        raise MalformedEngineResponse(f"vLLM has {len(rows)} auxiliary rows of {num_ahead + num_rows}")
-    return rows[num_ahead : num_ahead + num_rows][::-1]
+        found.append(chunk)
+        num_found += len(chunk)
+    first = num_found - num_ahead - num_rows
+    if first < 0:
+        raise MalformedEngineResponse(f"vLLM has {num_found} auxiliary rows of {num_ahead + num_rows}")
+    return found[::-1], slice(first, first + num_rows)
 
 
 def _routes(start: int, experts: Any) -> AuxRows:
@@ -232,17 +236,19 @@ def sampling_params(
     )
 
 
-def scoring_params(sampling: SamplingParams, *, reads_cache: bool) -> Any:
+def scoring_params(sampling: SamplingParams, *, reads_cache: bool, is_greedy: bool = True) -> Any:
     """Make vLLM's SamplingParams to score a prompt by its plain log-softmax. The one sampled token is discarded.
 
-    With `reads_cache`, tokens that are in the prefix cache are not scored.
+    With `reads_cache`, tokens that are in the prefix cache are not scored. An engine that returns sampling masks
+    refuses greedy sampling.
     """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
     return VllmSamplingParams(
         max_tokens=1,
-        top_k=1,  # an engine with a sampling mask accepts neither temperature 0 nor an unlimited number of ids
+        temperature=0.0 if is_greedy else 1.0,
+        top_k=0 if is_greedy else 1,
         ignore_eos=True,
         prompt_logprobs=sampling.num_top_logprobs,
         skip_reading_prefix_cache=not reads_cache,

@@ -113,10 +113,11 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
 
     async def _scores(self, request: GenerateRequest, generate: Callable[..., Any]) -> AsyncGenerator[Any, None]:
         """Score a prompt with the prefix cache, or without it if the cache contains tokens that must be scored."""
-        sampling, start = request.sampling, request.sampling.score_from or 0
-        outputs = [output async for output in generate(values.scoring_params(sampling, reads_cache=True))]
+        start, is_greedy = request.sampling.score_from or 0, Feature.GREEDY in self.info.features
+        params = partial(values.scoring_params, request.sampling, is_greedy=is_greedy)
+        outputs = [output async for output in generate(params(reads_cache=True))]
         if outputs and (outputs[-1].num_cached_tokens or 0) >= start:
-            outputs = [output async for output in generate(values.scoring_params(sampling, reads_cache=False))]
+            outputs = [output async for output in generate(params(reads_cache=False))]
         for output in outputs:
             yield output
 
