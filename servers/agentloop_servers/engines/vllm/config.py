@@ -110,7 +110,7 @@ def prepare_environment(config: VllmConfig) -> None:
         wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `raw_logprobs.py` supports only the first generation
     if config.routed_experts or config.sampling_mask_top_k is not None:
         wanted["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the first generation has neither
-        # By default, the rows of each request are a message of their own: with 512 requests a step takes 1.3 ms
+        # By default, the rows of each request are a separate message: with 512 requests a step takes 1.3 ms
         # longer on the way to the front end.
         wanted["VLLM_MSGPACK_ZERO_COPY_THRESHOLD"] = str(1 << 16)
     if config.traces_url is not None:
