@@ -68,6 +68,7 @@ MAX_PROBLEM_CHARS = 300
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SCORED_PROMPTS = 256  # per call; the client splits larger requests
 MAX_SCORES = 1 << 20  # logprobs per response, including alternatives
+MAX_SCORES_BYTES = 120 * MAX_SCORES  # the memory of such a response in a process: pairs of two numbers
 MAX_STOP_TOKEN_IDS = 64
 MAX_TASKS = 4096  # per submit; the client splits larger requests
 MAX_SAMPLES = 1024

@@ -665,7 +665,7 @@ class RolloutClient:
     def _warn_of_truncation(self, tasks: Sequence[RolloutTask]) -> None:
         """Warn once about top_p, top_k and min_p: the logprobs then belong to a truncated distribution.
 
-        The trainer cannot correct this, because engines do not return the token ids that they kept.
+        The trainer can correct this only with the ids that the engines kept (docs/guides/distribution.md).
         """
         cut = next((task for task in tasks if task.top_p < 1 or task.top_k > 0 or task.min_p > 0), None)
         if cut is not None and not self._has_warned_of_truncation:
@@ -677,7 +677,8 @@ class RolloutClient:
                 top_k=cut.top_k,
                 min_p=cut.min_p,
                 reason="recorded logprobs are normalized over the truncated distribution, so importance ratios "
-                "are wrong by the removed probability mass; set the service's logprobs_mode to raw or both",
+                "are wrong by the removed probability mass; record the kept ids with engine.sampling_mask_top_k, "
+                "or set engine.logprobs_mode to raw or both",
             )
 
     async def _submit_all(

@@ -26,13 +26,12 @@ from rich.table import Table
 from rich.text import Text
 
 from agentloop import __version__
-from agentloop.api.requests import MAX_SCORES
+from agentloop.api.requests import MAX_SCORES_BYTES
 from agentloop.errors import AgentLoopError
 from agentloop.parts import PARTS
 from agentloop.plugins import DISTRIBUTION, resolve
 from agentloop.rendering.port import ModelFacts, Renderer
 from agentloop.rendering.renderer import TextOnlyRenderer
-from agentloop.trajectory.turn_graph import BYTES_PER_ALTERNATIVE
 from agentloop.values.checks import MAX_TOP_LOGPROBS
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
@@ -341,7 +340,7 @@ def _scores_of(config: ServiceConfig) -> Iterator[Check]:
     """Show the memory of scores with more alternatives than by default."""
     most = config.entries[0].max_logprobs  # equal in all engine pools
     if most != MAX_TOP_LOGPROBS:
-        mib = MAX_SCORES * BYTES_PER_ALTERNATIVE / 2**20
+        mib = MAX_SCORES_BYTES / 2**20
         limit = "the vocabulary's" if most == -1 else f"up to {most}"
         text = (
             f"{limit} alternatives per token; the largest answer takes {mib:.0f} MiB in the engine and the ingress"

@@ -145,10 +145,7 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         **_scheduler_arguments(config),
         "block_size": config.block_size,
         **_parallel_arguments(config),
-        **({"enable_return_routed_experts": True} if config.routed_experts else {}),
-        **({} if config.sampling_mask_top_k is None else {"return_sampling_mask": True}),
-        # A raw logprob takes the place of one alternative (`raw_logprobs.py`).
-        "max_logprobs": config.max_logprobs + (config.logprobs_mode is LogprobsMode.BOTH),
+        **_output_arguments(config),
         "seed": config.seed,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         # On CPU a compiled graph keeps the packed weights it was traced with, so an update would have no effect.
@@ -191,6 +188,16 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
     else:
         arguments |= _gpu_arguments(config)
     return arguments | read_arguments(config.arguments)
+
+
+def _output_arguments(config: VllmConfig) -> dict[str, Any]:
+    # A raw logprob takes the place of one alternative (`raw_logprobs.py`).
+    arguments: dict[str, Any] = {"max_logprobs": config.max_logprobs + (config.logprobs_mode is LogprobsMode.BOTH)}
+    if config.routed_experts:
+        arguments["enable_return_routed_experts"] = True
+    if config.sampling_mask_top_k is not None:
+        arguments["return_sampling_mask"] = True
+    return arguments
 
 
 def _scheduler_arguments(config: VllmConfig) -> dict[str, Any]:
