@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from agentloop.errors import NotFound
 from agentloop.images import Image, ImageRef, ImageSpan
+from agentloop.values.aux_rows import Aux, AuxKind, PackedRows, Values, unpacked
 from agentloop.values.capabilities import ANYTHING, Capabilities
 from agentloop.values.endings import FAILURES as FAILURES
 from agentloop.values.endings import NOT_THE_POLICYS, FailureClass, failure_of_end
@@ -87,6 +88,7 @@ class GenerateRequest:
     adapter: str = ""  # the name of a served adapter; empty: the base weights
     num_known_tokens: int = 0  # length of the earlier context that the prompt extends, or 0
     affinity: str = ""  # a key of calls that belong together, for the choice of a replica; empty: none
+    routes_from: int = 0  # first position whose routed experts are returned; the caller has those before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class Generation:
     engine: str = ""  # `EngineInfo.name`; set by the replica
     decode_s: float | None = None  # seconds from the first token to the last in the engine; None: unknown
     quantization: str = ""  # `EngineInfo.quantization`; set by the replica
+    aux: Aux | None = None  # rows at positions of prompt and answer (`AuxKind.span`); None: the engine returns none
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,6 +515,9 @@ class TokenPath:
 
     The paths of a trajectory may branch: the first `num_shared` tokens of prompt and response are then equal to
     those of path `parent`. A sampled token that several paths share is in the mask of the first of them only.
+
+    `aux` has the auxiliary rows of each turn, in the order of the turns; `routed_experts` and `sampling_mask` read
+    them. A kind that a turn of the path lacks is absent.
     """
 
     prompt_ids: IntArray
@@ -532,6 +538,34 @@ class TokenPath:
     is_trainable: bool = True  # False: not for training, regardless of the mask
     images: tuple[ImageSpan, ...] = ()  # offsets into prompt and response together
     raw_logprobs: FloatArray | None = None
+    aux: Mapping[AuxKind, tuple[PackedRows, ...]] | None = None
+
+    @property
+    def routed_experts(self) -> Values | None:
+        """The experts of each position of prompt and response, `[positions, layers, experts per token]`.
+
+        The last sampled token and the tokens after it have no row, because no forward pass has read them. None if
+        the engines returned none.
+        """
+        parts = (self.aux or {}).get(AuxKind.ROUTED_EXPERTS)
+        return None if parts is None else unpacked(parts).table
+
+    @property
+    def sampling_mask(self) -> tuple[IntArray, IntArray] | None:
+        """The ids that top-k, top-p and min-p kept for each token of the response, as (ids, ends).
+
+        The kept ids of response token i are `ids[ends[i - 1]:ends[i]]`, with 0 as the first bound; tokens that were
+        not sampled have none. None if the engines returned none.
+        """
+        parts = (self.aux or {}).get(AuxKind.SAMPLING_MASK)
+        if parts is None:
+            return None
+        sizes = np.zeros(len(self.response_ids), np.int32)
+        turns = [part.unpacked() for part in parts]
+        for turn in turns:
+            first = turn.start - len(self.prompt_ids)
+            sizes[first : first + turn.num_rows] = np.diff(turn.ends, prepend=0) if turn.ends is not None else 0
+        return np.concatenate([turn.values for turn in turns]), np.cumsum(sizes, dtype=np.int32)
 
     @property
     def constrained(self) -> BoolArray:
@@ -778,6 +812,13 @@ class Trajectory:
             has_no_score=self.reward is None and self.reward_error is not None,
             is_tools_time=self.timings.tool_s > self.timings.generate_s,
         )
+
+    @property
+    def without_aux(self) -> Trajectory:
+        """The record without auxiliary rows, for answers in JSON: the rows are binary and large."""
+        if all(path.aux is None for path in self.paths):
+            return self
+        return replace(self, paths=tuple(replace(path, aux=None) for path in self.paths))
 
     def without_constrained(self) -> Trajectory:
         """Return the record with its constrained tokens masked, and counted in `num_masked_tokens`."""

@@ -38,6 +38,7 @@ COMMON = (
     "values.sampling",
     "values.capabilities",
     "values.endings",
+    "values.aux_rows",
     "types",
     "score",
     "values.codec",

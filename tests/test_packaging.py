@@ -106,6 +106,7 @@ def test_the_engines_are_extras():
         "tensorboard",
         "wandb",
         "renderers",
+        "replay",
         "mcp",
         "models",
         "postgres",

@@ -6,6 +6,7 @@ generation includes its first and last weight version, but not `load`, `unavaila
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from agentloop.values import codec
 
 SCHEMA_PREFIX = "#/components/schemas/"
 
-_UNSAID = ("load", "unavailable_s", "engine_s", "decode_s")  # omitted fields of a generation
+_UNSAID = ("load", "unavailable_s", "engine_s", "decode_s", "aux")  # omitted fields of a generation
 _ENDS = ("weight_version_start", "weight_version_end")  # added fields of a generation
 
 _ANSWERS = (  # msgspec adds the schemas of the dataclasses in their fields
@@ -46,7 +47,7 @@ def rollout_status(status: RolloutStatus) -> dict[str, Any]:
 
 def generation_answer(generation: Generation) -> dict[str, Any]:
     """Return the JSON value of a generation."""
-    answer: dict[str, Any] = codec.to_builtins(generation)
+    answer: dict[str, Any] = codec.to_builtins(replace(generation, aux=None))
     for name in _UNSAID:
         del answer[name]
     spans = generation.weight_versions

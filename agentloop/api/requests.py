@@ -47,6 +47,7 @@ from agentloop.types import (
 )
 from agentloop.values import codec
 from agentloop.values.checks import (
+    MAX_ALTERNATIVES,
     MAX_BIAS,
     MAX_CONSTRAINT_CHARS,
     MAX_LOGIT_BIASES,
@@ -55,7 +56,6 @@ from agentloop.values.checks import (
     MAX_SEED,
     MAX_TEMPERATURE,
     MAX_TOP_K,
-    MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
 )
@@ -68,6 +68,7 @@ MAX_PROBLEM_CHARS = 300
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SCORED_PROMPTS = 256  # per call; the client splits larger requests
 MAX_SCORES = 1 << 20  # logprobs per response, including alternatives
+MAX_SCORES_BYTES = 120 * MAX_SCORES  # the memory of such a response in a process: pairs of two numbers
 MAX_STOP_TOKEN_IDS = 64
 MAX_TASKS = 4096  # per submit; the client splits larger requests
 MAX_SAMPLES = 1024
@@ -293,7 +294,7 @@ class SamplingBody(SamplingOptionsBody):
     """The `SamplingParams` of a call. `max_tokens` is required."""
 
     max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
-    num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_TOP_LOGPROBS)
+    num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_ALTERNATIVES)
 
 
 class GenerateBody(Body):
@@ -329,7 +330,7 @@ class TokenScoreBody(Body):
     """The body of `POST /score`: sequences whose tokens are scored, with the `top_k` most likely alternatives."""
 
     prompts: list[ScoredPrompt] = Field(min_length=1, max_length=MAX_SCORED_PROMPTS)
-    top_k: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    top_k: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
     weight_version: VersionDemandBody | None = None
     model: Name | None = None  # as in `GenerateBody`

@@ -31,6 +31,7 @@ from agentloop.types import (
     ToolCall,
     ToolCallStatus,
 )
+from agentloop.values.checks import MAX_TOP_LOGPROBS
 
 
 class ToolChoice(StrEnum):
@@ -89,6 +90,8 @@ class ChatModel:
     timeout_s: float = 600.0  # default and upper limit of a call's timeout
     takes_images: bool = False
     has_priority: bool = False  # an engine orders waiting requests by priority
+    has_routed_experts: bool = False  # the engines return them
+    max_logprobs: int = MAX_TOP_LOGPROBS  # alternatives per token
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,9 @@ def joined(answers: Sequence[Answer]) -> Answer:
 
 def echo_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall | None:
     """Return the call that scores an echoed prompt; None if the prompt is one token. Raises InvalidRequest."""
-    return score_call(prompt_ids, 1, body.logprobs or 0, model, body.weight_version, param="logprobs")
+    return score_call(
+        prompt_ids, 1, body.logprobs or 0, model, body.weight_version, param="logprobs", top_param="logprobs"
+    )
 
 
 class CompletionWriter(ChoiceWriter):

@@ -9,6 +9,7 @@ from agentloop.api.requests import MAX_SCORES, VersionDemandBody
 from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.errors import InvalidRequest
 from agentloop.types import Generation, SamplingParams, TokenScores
+from agentloop.values.checks import check_num_top
 
 
 def score_call(
@@ -19,11 +20,14 @@ def score_call(
     demand: VersionDemandBody | None,
     *,
     param: str,
+    top_param: str = "top_k",
 ) -> ChatCall | None:
     """Return the call that scores `prompt_ids[start:]`; None if that range is empty.
 
-    Raises InvalidRequest with `param` if `start` is larger than the prompt's length.
+    Raises InvalidRequest with `param` if `start` is larger than the prompt's length, and with `top_param` for more
+    alternatives than the engines return.
     """
+    check_num_top(num_top, model.max_logprobs, top_param)
     if start > len(prompt_ids):
         raise InvalidRequest(
             f"cannot score from position {start - 1}: the prompt has {len(prompt_ids)} tokens. Use a position"

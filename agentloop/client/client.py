@@ -223,7 +223,9 @@ class RolloutClient:
         """Return the logprobs of each sequence's tokens from index `start` on, under the served weights.
 
         `start` is one value for all sequences or one per sequence. It is at least 1, because the first token of a
-        sequence has no logprob. `model` and errors are those of `generate`.
+        sequence has no logprob. `top_k` is at most the service's `engine.max_logprobs`. A sequence with more scores
+        than an answer may have is scored in parts under one version; WeightVersionNotServed is raised if updates
+        prevent that. `model` and errors are those of `generate`.
         """
         starts = [start] * len(batch) if isinstance(start, int) else start
         if len(starts) != len(batch):
@@ -231,15 +233,27 @@ class RolloutClient:
                 f"start has {len(starts)} values for {len(batch)} sequences: pass one per sequence, or an int",
                 param="start",
             )
-        prompts = [{"token_ids": list(ids), "start": first} for ids, first in zip(batch, starts, strict=True)]
+        sequences = [_score_parts(list(ids), first, top_k) for ids, first in zip(batch, starts, strict=True)]
+        prompts = [part for parts in sequences for part in parts]
         demand = None if weight_version is None else codec.to_builtins(weight_version)
         options = {"top_k": top_k, "timeout_s": timeout_s, "weight_version": demand, "model": model}
         scores = list[TokenScores]()
-        while len(scores) < len(batch):
+        while len(scores) < len(prompts):
             part = _next_scores(prompts, len(scores), top_k)
             body = check_body({"prompts": part, **options}, TokenScoreBody)
-            scores += await self._post("/score", body, list[TokenScores], extra_s=timeout_s)
-        return scores
+            accept = codec.MSGPACK  # millions of numbers
+            answer = await self._transport.call("POST", "/score", body=body, accept=accept, extra_s=timeout_s)
+            scores += codec.decode(answer, list[TokenScores])
+        found = iter(scores)
+        joined = [_joined_scores([next(found) for _ in parts]) for parts in sequences]
+        for place, score in enumerate(joined):
+            if score is None:  # an update came between its parts
+                newest = VersionDemand(exact_version=max(one.weight_version for one in scores))
+                one, first = [batch[place]], starts[place]
+                (joined[place],) = await self.score(
+                    one, start=first, top_k=top_k, model=model, weight_version=newest, timeout_s=timeout_s
+                )
+        return [score for score in joined if score is not None]
 
     async def submit(
         self,
@@ -651,7 +665,7 @@ class RolloutClient:
     def _warn_of_truncation(self, tasks: Sequence[RolloutTask]) -> None:
         """Warn once about top_p, top_k and min_p: the logprobs then belong to a truncated distribution.
 
-        The trainer cannot correct this, because engines do not return the token ids that they kept.
+        The trainer can correct this only with the ids that the engines kept (docs/guides/distribution.md).
         """
         cut = next((task for task in tasks if task.top_p < 1 or task.top_k > 0 or task.min_p > 0), None)
         if cut is not None and not self._has_warned_of_truncation:
@@ -663,7 +677,8 @@ class RolloutClient:
                 top_k=cut.top_k,
                 min_p=cut.min_p,
                 reason="recorded logprobs are normalized over the truncated distribution, so importance ratios "
-                "are wrong by the removed probability mass; set the service's logprobs_mode to raw or both",
+                "are wrong by the removed probability mass; record the kept ids with engine.sampling_mask_top_k, "
+                "or set engine.logprobs_mode to raw or both",
             )
 
     async def _submit_all(
@@ -732,11 +747,31 @@ def _next_part(items: list[dict[str, Any]], start: int, max_items: int) -> list[
     return items[start:end]
 
 
+def _score_parts(token_ids: list[int], start: int, top_k: int) -> list[dict[str, Any]]:
+    """Split the scores of a sequence into parts that an answer may have; each part repeats the ids before it."""
+    num_each = max(1, MAX_SCORES // (1 + top_k))
+    starts = range(start, len(token_ids), num_each) if start >= 1 else [start]  # the body's check refuses others
+    return [{"token_ids": token_ids[: first + num_each], "start": first} for first in starts or [start]]
+
+
+def _joined_scores(parts: Sequence[TokenScores]) -> TokenScores | None:
+    """Return the parts of a sequence as one; None if they have different weight versions."""
+    first = parts[0]
+    if any(part.weight_version != first.weight_version for part in parts):
+        return None
+    return replace(
+        first,
+        token_ids=tuple(one for part in parts for one in part.token_ids),
+        logprobs=tuple(one for part in parts for one in part.logprobs),
+        top_logprobs=tuple(one for part in parts for one in part.top_logprobs),
+    )
+
+
 def _next_scores(prompts: Sequence[dict[str, Any]], begin: int, top_k: int) -> Sequence[dict[str, Any]]:
     """Return the next sequences whose scores fit into one response, at least one."""
     num_scores, end = 0, begin
     while end < min(len(prompts), begin + MAX_SCORED_PROMPTS):
-        num_scores += len(prompts[end]["token_ids"]) * (1 + top_k)
+        num_scores += (len(prompts[end]["token_ids"]) - prompts[end]["start"]) * (1 + top_k)
         if num_scores > MAX_SCORES and end > begin:
             break
         end += 1

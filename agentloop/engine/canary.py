@@ -13,6 +13,7 @@ import uuid
 
 from agentloop.engine.interface import EngineInfo
 from agentloop.types import GenerateRequest, Generation, SamplingParams
+from agentloop.values.capabilities import Feature
 
 CANARY_PREFIX = "/canary-"
 """Requests with this id prefix are scheduled first (`engines/*/scheduler.py`). Ids of user requests
@@ -37,7 +38,10 @@ def canary_deadline_s(slow_step_s: float) -> float:
 
 def canary_request(info: EngineInfo) -> GenerateRequest:
     """Return the request that tests new weights: a fixed prompt and one sampled token."""
-    sampling = SamplingParams(max_tokens=1, num_top_logprobs=1)
+    # An engine that returns sampling masks requires a `top_k`. All ids are kept, because equal logits are only
+    # detected if the distribution is not truncated.
+    top_k = 0 if Feature.GREEDY in info.features else info.vocab_size
+    sampling = SamplingParams(max_tokens=1, num_top_logprobs=1, top_k=top_k)
     prompt = tuple(range(min(_NUM_PROMPT_TOKENS, info.vocab_size)))
     return GenerateRequest(CANARY_PREFIX + uuid.uuid4().hex, prompt, sampling, _MAX_DEADLINE_S)
 

@@ -37,6 +37,7 @@ from agentloop.types import (
     TopLogprobs,
     WeightVersionSpan,
 )
+from agentloop.values.aux_rows import Aux
 from agentloop.values.capabilities import SAMPLING, Capabilities, Feature, bits_of
 from agentloop.values.sampling import LogprobsMode
 
@@ -59,6 +60,7 @@ class EngineInfo:
     max_loras: int | None = None  # maximum number of adapters served by name; None: not supported
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     quantization: str = ""  # quantization of the weights during computation; empty if not quantized
+    max_logprobs: int = 20  # maximum number of alternatives per token
 
     @property
     def can(self) -> Capabilities:
@@ -282,6 +284,7 @@ class Delta:
     top_logprobs: TopLogprobs = ()  # this and the following fields are documented in `Generation`
     raw_logprobs: tuple[float, ...] = ()
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    aux: Aux | None = None  # routed experts may come with a later piece, or with the `Generation`
 
 
 @dataclass(frozen=True, slots=True)

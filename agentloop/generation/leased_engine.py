@@ -48,6 +48,7 @@ from agentloop.images import Image, ImageTokens
 from agentloop.observability.metrics import MetricsTally
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, LossCause, Move, TurnTimes
 from agentloop.values import codec
+from agentloop.values.aux_rows import AuxKind
 from agentloop.values.capabilities import Feature, Needs, bits_of, needs_of
 from agentloop.values.checks import MAX_SEED, MAX_VOCAB_SIZE, check_generation, check_piece
 from agentloop.values.sampled_tokens import SampledTokens
@@ -539,6 +540,7 @@ class _TurnRounds:
         self.clock = TurnClock() if clock is None else clock
         self.num_cut = 0  # dropped tokens, which are sampled again
         self.sampled = SampledTokens() if sampled is None else sampled
+        self.sampled.num_prompt = len(request.token_ids)
         self.deadline = Deadline(loop_time() + request.timeout_s) if deadline is None else deadline
         self.is_streamed = is_streamed
         self.num_failures = 0  # consecutive failures that the request may have caused
@@ -666,10 +668,11 @@ class _TurnRounds:
             raise MalformedEngineResponse(
                 f"request {self._asked.request_id}: the generation differs from the streamed ids"
             )
-        if num_had < len(last.token_ids):
+        if num_had < len(last.token_ids) or last.aux is not None:
             whole = SampledTokens()
-            whole.add(last)
-            self._append(whole.since(num_had) if num_had else last)
+            whole.add(replace(last, aux=None))
+            # The pieces may have had no routed experts: `SampledTokens.add` skips rows that it has.
+            self._append(replace(whole.since(num_had), aux=last.aux) if num_had else last)
         self._last = last
         if not self._num_before and last.decode_s is not None:
             self.clock.note_first_token(last.decode_s)
@@ -795,7 +798,9 @@ def continued(request: GenerateRequest, sampled: Delta) -> GenerateRequest:
     shrinks.
 
     The seed is derived from the request's seed and the position (xxh3 of the position with that seed, 63 bits). So
-    the continuation is reproducible, and does not repeat the random numbers of the first tokens.
+    the continuation is reproducible, and does not repeat the random numbers of the first tokens. It returns the
+    routed experts after those of `sampled`: its prefill has those of the last token, and of tokens whose round was
+    lost before their experts were received.
     """
     sampling, num_sampled = request.sampling, len(sampled.token_ids)
     if not num_sampled:
@@ -805,8 +810,10 @@ def continued(request: GenerateRequest, sampled: Delta) -> GenerateRequest:
         seed = xxhash.xxh3_64_intdigest(num_sampled.to_bytes(8, "little"), seed=seed) & MAX_SEED
     if kv_version is None and request.keeps_kv:
         kv_version = sampled.weight_versions[0].version
+    routed = (sampled.aux or {}).get(AuxKind.ROUTED_EXPERTS)
     return replace(
         request,
+        routes_from=request.routes_from if routed is None else routed.end,
         token_ids=(*request.token_ids, *sampled.token_ids),
         kv_version=kv_version,
         sampling=replace(

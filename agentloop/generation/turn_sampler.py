@@ -37,6 +37,7 @@ from agentloop.types import (
     ToolCallStatus,
     TopLogprobs,
 )
+from agentloop.values.aux_rows import packed
 from agentloop.values.sampled_tokens import SampledTokens
 from agentloop.values.sampling import long_constraint, turn_sampling
 
@@ -246,6 +247,7 @@ class TurnText:
             constraint=long_constraint(self._sampling),
             times=None if self.clock is None else self.clock.times(),
             closing=closing,
+            aux=packed(self.sampled.aux),
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:

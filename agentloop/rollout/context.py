@@ -60,6 +60,7 @@ from agentloop.types import (
     ToolOutcome,
     ToolResult,
 )
+from agentloop.values.aux_rows import routes_from
 from agentloop.values.sampled_tokens import SampledTokens
 
 REFUSAL_PAUSE_S = 1.0
@@ -596,6 +597,7 @@ class LoopContext:
                 traceparent=self._trace_of(self._path.next_turn_id),
                 adapter=self._engine.adapter,
                 num_known_tokens=self._path.num_known_tokens,
+                routes_from=routes_from(self._path.num_known_tokens),
             ),
             Reading(self._definitions, turn_index, reads_calls=bool(self._definitions), reads_reasoning=True),
             stop=task.stop,

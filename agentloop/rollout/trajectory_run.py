@@ -94,6 +94,7 @@ class WorkerConfig:
     max_record_bytes: int = MAX_RECORD_BYTES  # a larger record is replaced by a failure record
     sweep_s: float = 600.0  # between two removals of journals of lost workers whose samples have records
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
+    default_top_k: int = 0  # for tasks without one: engines with a sampling mask require it
     traces: EngineTraces | None = None  # the traces to which engines add spans
 
 
@@ -511,6 +512,7 @@ class TrajectoryRun:
             tally=shared.tally,
             adapter=assignment.adapter,
         )
+        task = replace(task, top_k=task.top_k or shared.config.default_top_k)
         wanted = task.limits.max_context_tokens
         context = shared.max_context_tokens if wanted is None else min(wanted, shared.max_context_tokens)
         trajectory_id = f"{assignment.assignment_id}@{assignment.attempt}"

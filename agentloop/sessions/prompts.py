@@ -40,7 +40,7 @@ from agentloop.trajectory.node import tools_key as key_of_tools
 from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
 from agentloop.values.capabilities import CONSTRAINTS, SAMPLING, Feature, bits_of
-from agentloop.values.checks import check_sampling
+from agentloop.values.checks import MAX_TOP_LOGPROBS, check_sampling
 
 _BAN = -100.0  # the logit bias that excludes a token, as in OpenAI's API
 _MAX_ID = (1 << 31) - 1
@@ -74,6 +74,8 @@ class SessionParts:
     placer: ImagePlacer = field(default_factory=lambda: ImagePlacer(takes_images=False))
     keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None  # None: images are not stored
     traces: EngineTraces | None = None  # traces to which engines add spans
+    max_logprobs: int = MAX_TOP_LOGPROBS
+    default_top_k: int = 0  # for calls without one: engines with a sampling mask require it
 
     async def keep_images(self, images: Sequence[Image]) -> None:
         """Store a call's images before a record refers to them. Raises ServiceUnavailable."""
@@ -145,7 +147,7 @@ async def prepare_call(
     # The prompt's ids need no check: they were rendered, stored, or checked above.
     supported = SAMPLING | {Feature.PRIORITY, Feature.SCORES}  # placement selects an engine with these features
     features = bits_of(supported | CONSTRAINTS if parts.can_constrain else supported)
-    check_sampling(sampling, parts.vocab_size, features=features, engine="session")
+    check_sampling(sampling, parts.vocab_size, features=features, engine="session", max_logprobs=parts.max_logprobs)
     return PreparedCall(prompt, sampling, reads_calls)
 
 
@@ -331,7 +333,7 @@ def _sampling(chat_call: ChatCall, parts: SessionParts) -> tuple[SamplingParams,
         raise UnsupportedParameter("this service's engine cannot constrain its output", param="constraint")
     own_stops = () if requested.ignore_eos else parts.renderer.stop_token_ids
     stops = tuple(dict.fromkeys((*own_stops, *requested.stop_token_ids)))
-    sampling = replace(requested, stop_token_ids=stops)
+    sampling = replace(requested, stop_token_ids=stops, top_k=requested.top_k or parts.default_top_k)
     if chat_call.tool_choice is ToolChoice.REQUIRED:
         return replace(sampling, constraint=_call_constraint(chat_call, parts)), True
     if chat_call.tool_choice is ToolChoice.NONE:

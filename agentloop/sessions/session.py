@@ -78,6 +78,7 @@ from agentloop.types import (
     Trajectory,
     TrajectoryTimes,
 )
+from agentloop.values.aux_rows import routes_from
 
 _MAX_ERROR_CHARS = 500
 
@@ -552,6 +553,7 @@ class Session:
 
     def _turn_request(self, live: LiveCall, prepared: PreparedCall, number: int, choice_index: int) -> TurnRequest:
         chat_call, sampling = live.chat_call, prepared.sampling.of_choice(choice_index)
+        num_known = len(prepared.prompt.ids) - len(prepared.prompt.observed_ids)
         if sampling.weight_version is None:
             sampling = replace(sampling, weight_version=self._record.weight_version)
         keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
@@ -568,8 +570,9 @@ class Session:
                 keeps_kv=keeps_kv,
                 traceparent=self._trace_of(live.turn_id(choice_index)),
                 adapter=self._record.adapter,
-                num_known_tokens=len(prepared.prompt.ids) - len(prepared.prompt.observed_ids),
                 affinity=chat_call.affinity,
+                num_known_tokens=num_known,
+                routes_from=routes_from(num_known),
             ),
             Reading(
                 chat_call.tools,

@@ -90,6 +90,9 @@ class SimulatedSpec:
     model: str = ""  # the weight folder of the initial version, or empty
     pace: ReportPace = field(default_factory=ReportPace)
     stream_pace: StreamPace = field(default_factory=StreamPace)
+    routed_experts: bool = False  # return them, as `policy.routed_experts` makes them
+    sampling_mask: bool = False  # return the ids that each token was sampled from
+    max_logprobs: int = 20
 
     @property
     def info(self) -> EngineInfo:
@@ -103,10 +106,12 @@ class SimulatedSpec:
             num_workers=self.num_workers,
             can_sleep=self.can_sleep,
             features=configured_features(can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy)
+            - ({Feature.GREEDY} if self.sampling_mask else frozenset())
             | {Feature.SCORES},
             lora_rank=self.lora_rank,
             max_loras=self.max_loras,
             logprobs_mode=self.logprobs_mode,
+            max_logprobs=self.max_logprobs,
         )
 
 
@@ -200,7 +205,7 @@ class SimulatedEngine:
             self._lifecycle,
             self._spec.pace,
             on_progress,
-            tokens_from=live.sampled.since,
+            tokens_from=lambda start: live.with_aux().since(start),
             end=partial(self.abort, request.request_id),
         )
         try:
@@ -228,11 +233,11 @@ class SimulatedEngine:
                     await watch.in_time(self._lifecycle.until_output_released())
                     has_progress.clear()
                     if len(live.sampled) > start:
-                        delta = live.sampled.since(start)
+                        delta = live.with_aux().since(start)
                         start += len(delta.token_ids)
                         yield delta
                 if len(live.sampled) > start:
-                    yield live.sampled.since(start)
+                    yield live.with_aux().since(start)
                 yield watch.finished(live.done.result())
         finally:
             self._num_streams -= 1
@@ -419,7 +424,11 @@ class SimulatedEngine:
             malformation=self.faults.malformed.pop(0) if self.faults.malformed else None,
             has_progress=asyncio.Event() if is_streamed else None,
             sequence=self._kv.sequence(version),
-            sampled=SampledTokens(LogprobsMode.RAW if is_score else self._spec.logprobs_mode),
+            sampled=SampledTokens(
+                LogprobsMode.RAW if is_score else self._spec.logprobs_mode, len(request.token_ids)
+            ),
+            has_routes=self._spec.routed_experts and not is_score,
+            mask=[] if self._spec.sampling_mask else None,
         )
         if self._lifecycle.is_serving:
             self._pin_adapter(live)
@@ -447,7 +456,7 @@ class SimulatedEngine:
         """Remove a request and resolve its future with the generation."""
         self._drop(live)
         request_id, load = live.request.request_id, self.load()
-        generation = live.sampled.generation(request_id, reason, cached_tokens=live.cached_tokens, load=load)
+        generation = live.with_aux().generation(request_id, reason, cached_tokens=live.cached_tokens, load=load)
         if live.first_token_at is not None:
             generation = replace(generation, decode_s=live.done.get_loop().time() - live.first_token_at)
         if live.malformation is not None and live.sampled:

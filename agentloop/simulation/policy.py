@@ -18,9 +18,11 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import xxhash
 
 from agentloop.types import GenerateRequest, Generation, SamplingParams, WeightVersionSpan
+from agentloop.values.aux_rows import AuxKind, AuxRows, ragged
 
 _MASK = 2**64 - 1
 _MULTIPLIER = 0xD1342543DE82EF95  # odd, from Steele and Vigna's table of good 64-bit multipliers
@@ -29,6 +31,19 @@ _LOGITS = (3.0, 2.0, 1.0, 0.0)  # logits of the candidate ids of HashPolicy at e
 _OTHER_LOGIT = -17.0  # logit of all other ids, which are sampled only with a bias or if all candidates are banned
 
 _pair = struct.Struct("<QQ").pack
+
+
+NUM_EXPERTS = 64
+ROUTES_SHAPE = (3, 2)  # layers, experts per token
+
+
+def routed_experts(token_ids: Sequence[int], start: int, end: int) -> AuxRows:
+    """Return the experts of the positions `[start, end)` of a context, which depend on each token and its position
+    only, so that a reader can compare recorded rows with the recorded ids."""
+    width = math.prod(ROUTES_SHAPE)
+    ids = np.asarray(token_ids[start:end], np.int64)[:, None] * 31 + np.arange(start, end)[:, None] * 7
+    values = (ids + np.arange(width) * 13) % NUM_EXPERTS
+    return AuxRows(start, values.astype(np.uint8).ravel(), ROUTES_SHAPE)
 
 
 class TokenStream(Protocol):
@@ -247,6 +262,8 @@ class Malformation(StrEnum):
     NAN_LOGPROB = "nan_logprob"  # the last logprob is NaN
     SPAN_GAP = "span_gap"  # the last token has no weight version
     SHORT_TOP_LOGPROBS = "short_top_logprobs"  # the last token has no alternatives
+    SHORT_ROUTES = "short_routes"  # the last row of the routed experts is missing
+    LATE_MASK = "late_mask"  # the rows of the sampling mask belong to the tokens before theirs
 
 
 @dataclass(slots=True)
@@ -280,3 +297,10 @@ def malformed(generation: Generation, how: Malformation, vocab_size: int) -> Gen
             return replace(generation, weight_versions=(*earlier, cut))
         case Malformation.SHORT_TOP_LOGPROBS:
             return replace(generation, top_logprobs=generation.top_logprobs[:-1])
+        case Malformation.SHORT_ROUTES:
+            rows = (generation.aux or {})[AuxKind.ROUTED_EXPERTS]
+            return replace(generation, aux={AuxKind.ROUTED_EXPERTS: rows.cut(rows.start, rows.end - 1)})
+        case Malformation.LATE_MASK:
+            rows = (generation.aux or {})[AuxKind.SAMPLING_MASK]
+            late = [rows.rows()[-1], *rows.rows()[:-1]]
+            return replace(generation, aux={AuxKind.SAMPLING_MASK: ragged(rows.start, late)})

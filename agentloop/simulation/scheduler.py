@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from agentloop.engine.adapters import HeldAdapter
 from agentloop.simulation.kv_cache import KVCache, KVSequence
-from agentloop.simulation.policy import Malformation, TokenStream
+from agentloop.simulation.policy import Malformation, TokenStream, routed_experts
 from agentloop.types import FinishReason, GenerateRequest, Generation
+from agentloop.values.aux_rows import AuxKind, AuxRows, ragged
 from agentloop.values.sampled_tokens import SampledTokens
 from agentloop.values.sampling import LogprobsMode
 
@@ -38,6 +39,9 @@ class LiveRequest:
     cached_tokens: int = 0
     first_token_at: float | None = None  # time of the event loop
     adapter: HeldAdapter | None = None  # the adapter version that the request uses
+    has_routes: bool = False
+    mask: list[Sequence[int]] | None = None  # the ids kept for each token; None: the engine returns no mask
+    num_with_aux: int = 0  # tokens whose auxiliary rows are in `sampled`
 
     def weight_version(self, served: int) -> int:
         """Return the version under which the request runs: the adapter's, else `served`."""
@@ -53,6 +57,8 @@ class LiveRequest:
         if sampling.num_top_logprobs:
             likeliest = self.stream.alternatives(state, version, is_raw=mode is LogprobsMode.RAW)
             alternatives = likeliest[: sampling.num_top_logprobs]
+        if self.mask is not None:
+            self.mask.append(sorted(token_id for token_id, _ in self.stream.alternatives(state, version)))
         token_id, logprob = self.stream.sample(state, version)
         if mode is LogprobsMode.BOTH:
             raw_logprob = self.stream.raw_logprob(state, version, token_id)
@@ -67,6 +73,22 @@ class LiveRequest:
         if token_id in sampling.stop_token_ids and num_tokens > sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.max_tokens else None
+
+    def with_aux(self) -> SampledTokens:
+        """Return the tokens so far, after adding the auxiliary rows of the new ones."""
+        sampled, num_had, num_prompt = self.sampled, self.num_with_aux, len(self.request.token_ids)
+        if len(sampled) == num_had or not (self.has_routes or self.mask):
+            return sampled
+        aux: dict[AuxKind, AuxRows] = {}
+        if self.has_routes:
+            start = num_prompt + num_had - 1 if num_had else self.request.routes_from
+            ids = (*self.request.token_ids, *sampled.token_ids)
+            aux[AuxKind.ROUTED_EXPERTS] = routed_experts(ids, start, len(ids) - 1)
+        if self.mask:
+            aux[AuxKind.SAMPLING_MASK] = ragged(num_prompt + num_had, self.mask[num_had:])
+        sampled.add_aux(aux)
+        self.num_with_aux = len(sampled)
+        return sampled
 
     def _score(self, start: int, version: int) -> None:
         """Append the prompt's own tokens from `start`, with logprobs computed under `version` without cached KV."""

@@ -220,7 +220,7 @@ class GrowingPath:
         turn = self._current()
         if turn.reply is not None:
             turn = self._turn = _OpenTurn(self._end_node(turn), (), [])
-        check_reply(reply, str(self._graph.num_turns))
+        check_reply(reply, str(self._graph.num_turns), self.num_known_tokens, len(self._context_ids))
         turn.reply = self._graph.told_once(reply)
         self._context_ids += reply.token_ids.tolist()
         self._messages.append(reply.message)

@@ -35,6 +35,7 @@ from agentloop.types import (
     TurnTimes,
     WeightVersionSpan,
 )
+from agentloop.values.aux_rows import PackedAux
 from agentloop.values.sampling import TurnSampling
 
 _KEY_BYTES = 16
@@ -196,6 +197,7 @@ class Reply:
     closing: str | None = (
         None  # if the turn was ended after its first call: the rest of its text, for the next prompt
     )
+    aux: PackedAux | None = None  # positions are those of its path; None: the engine returned none
 
     @property
     def content(self) -> str:

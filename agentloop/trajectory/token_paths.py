@@ -28,6 +28,7 @@ from agentloop.types import (
     append_span,
     shifted_spans,
 )
+from agentloop.values.aux_rows import AuxKind, PackedRows, has_gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,7 @@ def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
         messages=_messages(line),
         images=_images(line),
         raw_logprobs=_raw_logprobs(line, turns, len(response_ids)),
+        aux=_aux(line),
     )
 
 
@@ -236,6 +238,19 @@ def _raw_logprobs(line: _Line, turns: Sequence[Turn], num_tokens: int) -> FloatA
     for turn, reply in zip(turns, replies, strict=True):
         raw_logprobs[turn.start : turn.end] = np.nan if reply.raw_logprobs is None else reply.raw_logprobs
     return raw_logprobs
+
+
+def _aux(line: _Line) -> dict[AuxKind, tuple[PackedRows, ...]] | None:
+    """Return `TokenPath.aux` of a response."""
+    replies = [reply for _, _, reply in line.turns if reply is not None and len(reply.token_ids)]
+    found = {}
+    for kind in AuxKind:
+        rows = [reply.aux[kind] for reply in replies if reply.aux is not None and kind in reply.aux]
+        # A session's first turns may be older than the engine's setting: a gap makes the kind absent, not zero.
+        is_complete = kind is not AuxKind.ROUTED_EXPERTS or not has_gap(rows)
+        if rows and len(rows) == len(replies) and is_complete:
+            found[kind] = tuple(rows)
+    return found or None
 
 
 def _messages(line: _Line) -> tuple[Message, ...]:

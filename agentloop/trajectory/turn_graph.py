@@ -22,6 +22,7 @@ from agentloop.trajectory.node import Node, Reply, Split, message_chars
 from agentloop.trajectory.node import tools_key as key_of_tools
 from agentloop.trajectory.prefix_index import PrefixIndex, path_ids
 from agentloop.types import JSON, IntArray, Message, SplitReason, tiling_problem
+from agentloop.values.aux_rows import routes_from
 from agentloop.values.sampling import shared
 
 # The memory of a graph, measured by `tests/trajectory/test_prefix_index.py`.
@@ -54,6 +55,8 @@ class TurnGraph:
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
         self._last_child: dict[str, str] = {}
+        self._num_path_tokens: dict[str, int] = {}  # by node: tokens of its path, with its reply
+        self._num_aux_bytes = 0
         self._num_tokens = self._num_chars = self._num_alternatives = self._num_raw = 0
         self._constraints: dict[str, str] = {}
         self.parent_agents: dict[str, str] = {}  # declared, by agent; read-only for other classes
@@ -89,6 +92,7 @@ class TurnGraph:
             self._num_tokens * BYTES_PER_TOKEN
             + self._num_alternatives * BYTES_PER_ALTERNATIVE
             + self._num_raw * BYTES_PER_RAW_LOGPROB
+            + self._num_aux_bytes
             + self._num_chars * BYTES_PER_CHAR
             + len(self._nodes) * BYTES_PER_TURN
         )
@@ -130,7 +134,10 @@ class TurnGraph:
             raise InvariantBroken(f"there is a turn {node.node_id} already")
         if node.parent_id is not None and node.parent_id not in self._nodes:
             raise InvariantBroken(f"turn {node.node_id} follows {node.parent_id}, which is not there")
-        check_reply(node.reply, node.node_id)
+        num_known = 0 if node.parent_id is None else self._num_path_tokens[node.parent_id]
+        num_prompt = num_known + len(node.observed_ids)
+        check_reply(node.reply, node.node_id, num_known, num_prompt)
+        self._num_path_tokens[node.node_id] = num_prompt + len(node.reply.token_ids)
         sampling = node.reply.sampling
         if sampling is not None and shared(sampling) is not sampling:  # the node was read from disk
             node = replace(node, reply=replace(node.reply, sampling=shared(sampling)))
@@ -141,6 +148,7 @@ class TurnGraph:
         self._num_tokens += len(node.observed_ids) + len(reply.token_ids)
         self._num_alternatives += sum(map(len, reply.top_logprobs))
         self._num_raw += 0 if reply.raw_logprobs is None else len(reply.raw_logprobs)
+        self._num_aux_bytes += sum(len(rows.frame) for rows in (reply.aux or {}).values())
         self._num_chars += sum(map(message_chars, node.messages))
         if reply.constraint and reply.sampling is not None:
             self._num_chars += len(reply.constraint)
@@ -390,8 +398,12 @@ class TurnGraph:
         return self.path_of(node_id)[0]
 
 
-def check_reply(reply: Reply, node_id: str) -> None:
-    """Raise InvariantBroken if a node's reply is not aligned."""
+def check_reply(reply: Reply, node_id: str, num_known: int, num_prompt: int) -> None:
+    """Raise InvariantBroken if a node's reply is not aligned.
+
+    `num_prompt` is the number of tokens before the reply, of which the first `num_known` are those of its parent's
+    path.
+    """
     num_ids = len(reply.token_ids)
     if len(reply.logprobs) != num_ids:
         raise InvariantBroken(f"turn {node_id} has {len(reply.logprobs)} logprobs for {num_ids} ids")
@@ -401,3 +413,9 @@ def check_reply(reply: Reply, node_id: str) -> None:
         raise InvariantBroken(f"turn {node_id} has alternatives for {len(reply.top_logprobs)} of {num_ids} ids")
     if (problem := tiling_problem(reply.weight_versions, num_ids)) is not None:
         raise InvariantBroken(f"turn {node_id}: {problem}")
+    for kind, rows in (reply.aux or {}).items():
+        first, end = kind.span(routes_from(num_known), num_prompt, num_ids)
+        if (rows.start, rows.end) != (first, end):
+            raise InvariantBroken(
+                f"turn {node_id}: {kind} has the positions [{rows.start}, {rows.end}) and not [{first}, {end})"
+            )

@@ -32,6 +32,7 @@ class Feature(StrEnum):
     TOP_LOGPROBS = "top_logprobs"
     PRIORITY = "priority"  # waiting requests with lower numbers run first
     SCORES = "scores"  # logprobs of the prompt's tokens
+    GREEDY = "greedy"  # temperature 0
 
 
 CONSTRAINTS = frozenset(Feature(kind.value) for kind in ConstraintKind)
@@ -44,6 +45,7 @@ SAMPLING = frozenset(
         Feature.MIN_P,
         Feature.MIN_TOKENS,
         Feature.TOP_LOGPROBS,
+        Feature.GREEDY,
     }
 )
 """The features of `SamplingParams`, except constraints, that engines support in their default configuration."""
@@ -61,6 +63,7 @@ _PARAMS = {  # the request field of a feature, if it differs from the feature's 
     Feature.PENALTIES: "frequency_penalty",
     Feature.TOP_LOGPROBS: "num_top_logprobs",
     Feature.SCORES: "score_from",
+    Feature.GREEDY: "temperature",
 }
 _CONSTRAINT_BITS = {kind: _BITS[Feature(kind.value)] for kind in ConstraintKind}
 UNBOUNDED_TOKENS = 1 << 62
@@ -87,6 +90,8 @@ def hint_of(feature: Feature) -> str:
     """Return the engine configuration that a feature requires, for an error message; "" for most features."""
     if feature is Feature.PRIORITY:
         return f"; it needs engines with scheduling_policy: {PRIORITY_POLICY}"
+    if feature is Feature.GREEDY:
+        return "; temperature 0 needs engines without sampling_mask_top_k"
     return "; it needs engines without speculative" if feature in NOT_SPECULATIVE else ""
 
 
@@ -174,5 +179,7 @@ def features_asked(sampling: SamplingParams) -> int:
     if sampling.priority:
         bits |= _BITS[Feature.PRIORITY]
     if sampling.score_from is not None:
-        bits |= _BITS[Feature.SCORES]
+        return bits | _BITS[Feature.SCORES]  # nothing is sampled
+    if sampling.temperature == 0:
+        bits |= _BITS[Feature.GREEDY]
     return bits

@@ -24,6 +24,7 @@ from agentloop.errors import (
     UnsupportedParameter,
 )
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams, tiling_problem
+from agentloop.values.aux_rows import AuxKind, mask_lacks
 from agentloop.values.capabilities import CONSTRAINTS, features_asked, features_of, hint_of, param_of
 from agentloop.values.sampling import LogprobsMode
 
@@ -34,7 +35,10 @@ LOGPROB_SENTINEL = -9999.0
 """The value that engines write for a missing logprob. Values at or below it are not logprobs."""
 
 MAX_TOP_LOGPROBS = 20
-"""Maximum alternatives per token: vLLM's default limit and the limit of the OpenAI API."""
+"""Maximum alternatives per token: the default of `engine.max_logprobs`, and the limit of the chat formats."""
+
+MAX_ALTERNATIVES = 1 << 20
+"""Limit of the number of alternatives per token in a body; the engine's own limit is smaller."""
 
 MAX_VOCAB_SIZE = 1 << 31
 """The limit of token ids if the model's vocabulary size is unknown: ids are stored as int32."""
@@ -88,7 +92,13 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     start = request.sampling.score_from
     if start is not None and not 1 <= start < len(ids):
         raise InvalidRequest(f"start is {start}, not in [1, {len(ids)})", param="start")
-    check_sampling(request.sampling, info.vocab_size, features=info.can.features, engine=info.name)
+    check_sampling(
+        request.sampling,
+        info.vocab_size,
+        features=info.can.features,
+        engine=info.name,
+        max_logprobs=info.max_logprobs,
+    )
 
 
 def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
@@ -109,15 +119,31 @@ def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
         end = span.end
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int, *, features: int, engine: str) -> None:
+def check_sampling(
+    sampling: SamplingParams,
+    vocab_size: int,
+    *,
+    features: int,
+    engine: str,
+    max_logprobs: int = MAX_TOP_LOGPROBS,
+) -> None:
     """Validate the sampling options of a request. `features` are the engine's, as returned by `bits_of`.
 
     Raises InvalidRequest (naming the field), and UnsupportedParameter for a missing feature.
     """
     _check_numbers(sampling)
+    check_num_top(sampling.num_top_logprobs, max_logprobs, "num_top_logprobs")
     _check_adjustments(sampling, vocab_size)
     _check_features(features_asked(sampling) & ~features, engine)
     _check_constraint(sampling)
+
+
+def check_num_top(num_top: int, max_logprobs: int, param: str) -> None:
+    """Raise InvalidRequest if a request wants more alternatives per token than the engines return."""
+    if not 0 <= num_top <= max_logprobs:
+        raise InvalidRequest(
+            f"{param} is {num_top}, not in [0, {max_logprobs}]: the limit is engine.max_logprobs", param=param
+        )
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
@@ -150,11 +176,6 @@ def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
             f"repetition_penalty is {sampling.repetition_penalty}, "
             f"not in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]",
             param="repetition_penalty",
-        )
-    if not 0 <= sampling.num_top_logprobs <= MAX_TOP_LOGPROBS:
-        raise InvalidRequest(
-            f"num_top_logprobs is {sampling.num_top_logprobs}, not in [0, {MAX_TOP_LOGPROBS}]",
-            param="num_top_logprobs",
         )
     if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
         raise InvalidRequest(
@@ -205,12 +226,14 @@ _MAY_BE_EMPTY = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.REPLACE
 def check_generation(request: GenerateRequest, generation: Generation, vocab_size: int) -> None:
     """Raise MalformedEngineResponse if a generation is not a valid answer to `request`. It must not be stored
     then."""
-    _raise(request, _answer_problem(request, generation) or _token_problem(request, generation, vocab_size))
+    problem = _answer_problem(request, generation) or _token_problem(request, generation, vocab_size)
+    _raise(request, problem or _aux_problem(request, generation, is_complete=True))
 
 
 def check_piece(request: GenerateRequest, piece: Delta, vocab_size: int) -> None:
     """Raise MalformedEngineResponse if a piece cannot be part of an answer to `request`. A piece may be empty."""
-    _raise(request, _token_problem(request, piece, vocab_size))
+    problem = _token_problem(request, piece, vocab_size)
+    _raise(request, problem or _aux_problem(request, piece, is_complete=False))
 
 
 def _raise(request: GenerateRequest, problem: str | None) -> None:
@@ -265,6 +288,24 @@ def _top_problem(request: GenerateRequest, piece: Delta | Generation, vocab_size
             return "an alternative's logprob is not a finite number <= 0"
         if any(second > first for (_, first), (_, second) in pairwise(top)):
             return "alternatives are not in order, best first"
+    return None
+
+
+def _aux_problem(request: GenerateRequest, piece: Delta | Generation, *, is_complete: bool) -> str | None:
+    """Return the reason why auxiliary rows do not belong to the tokens. A piece may be part of an answer."""
+    if piece.aux is None:
+        return None
+    num_ids = len(piece.token_ids)
+    if not num_ids or request.sampling.score_from is not None:
+        return "auxiliary rows without a sampled token"
+    for kind, rows in piece.aux.items():
+        first, end = kind.span(request.routes_from, len(request.token_ids), num_ids)
+        if rows.problem is not None:
+            return f"{kind} has {rows.problem} for rows of shape {rows.shape}"
+        if is_complete and (rows.start, rows.end) != (first, end):
+            return f"{kind} has the positions [{rows.start}, {rows.end}) where [{first}, {end}) are expected"
+        if kind is AuxKind.SAMPLING_MASK and mask_lacks(rows, piece.token_ids):
+            return f"{kind} has a row without the sampled id, or {rows.num_rows} rows for {num_ids} ids"
     return None
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 MSGPACK = "application/msgpack"
 """The media type of the result of `encode`."""
 
-_DTYPES = {"<i4": np.int32, "<f4": np.float32, "|b1": np.bool_}
+_DTYPES = {"<i4": np.int32, "<f4": np.float32, "|b1": np.bool_, "|u1": np.uint8, "<u2": np.uint16}
 
 
 def _to_wire(value: Any) -> Any:

@@ -1,8 +1,10 @@
-"""The accumulator of sampled tokens: ids, logprobs, raw logprobs, alternatives and weight versions grow together.
+"""The accumulator of sampled tokens: ids, logprobs, raw logprobs, alternatives, weight versions and auxiliary rows
+grow together.
 
 Engines, engine clients and the turn sampler store sampled tokens only here. Invariants, checked when tokens are
 added (InvariantBroken otherwise): one logprob per id, all in the same mode; in mode BOTH also one raw logprob per
-id; alternatives for every id or for none; version spans tile the ids, and adjacent spans have different versions.
+id; alternatives for every id or for none; version spans tile the ids, and adjacent spans have different versions;
+auxiliary rows of a kind have no gap.
 
 There are two ways to fill it. The simulator appends single tokens with their version. An adapter whose engine
 records versions itself calls `extend` with the tokens of an output, and `set_spans` with all spans so far before it
@@ -24,6 +26,7 @@ from agentloop.types import (
     clip_spans,
     tiling_problem,
 )
+from agentloop.values.aux_rows import Aux, AuxKind, AuxRows, joined
 from agentloop.values.sampling import LogprobsMode
 
 
@@ -31,19 +34,26 @@ class SampledTokens:
     """The tokens of a request or a turn so far. Callers must not modify its lists."""
 
     __slots__ = (
+        "_aux",
         "_firsts",
         "_has_versions",
         "_versions",
         "logprobs",
         "logprobs_mode",
+        "num_prompt",
         "raw_logprobs",
         "token_ids",
         "top_logprobs",
     )
 
-    def __init__(self, logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED) -> None:
-        """`logprobs_mode` is the engine's mode; `add` replaces it with the mode of the first piece."""
+    def __init__(self, logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED, num_prompt: int = 0) -> None:
+        """`logprobs_mode` is the engine's mode; `add` replaces it with the mode of the first piece.
+
+        `num_prompt` is the length of the prompt, to which the positions of auxiliary rows refer.
+        """
         self.logprobs_mode = logprobs_mode
+        self.num_prompt = num_prompt
+        self._aux: dict[AuxKind, list[AuxRows]] | None = None  # consecutive parts; None: no rows
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []  # nats, one per id
         self.raw_logprobs: list[float] = []  # empty, or one per id
@@ -88,6 +98,20 @@ class SampledTokens:
         self._append_all(piece.token_ids, piece.logprobs, piece.top_logprobs, piece.raw_logprobs)
         for span in spans:
             self._begin_span(span.version, start + span.start)
+        if piece.aux is not None:
+            self.add_aux(piece.aux)
+
+    def add_aux(self, aux: Aux) -> None:
+        """Append auxiliary rows; rows that it has already are skipped. Raises InvariantBroken for a gap."""
+        self._aux = {} if self._aux is None else self._aux
+        for kind, rows in aux.items():
+            parts = self._aux.setdefault(kind, [])
+            if parts and rows.start < parts[-1].end:
+                rows = rows.cut(parts[-1].end, rows.end)
+            if rows.num_rows:
+                if parts:
+                    rows.check_follows(parts[-1])
+                parts.append(rows)
 
     def extend(
         self,
@@ -111,6 +135,9 @@ class SampledTokens:
 
     def cut(self, num_tokens: int) -> None:
         """Keep only the first `num_tokens` tokens."""
+        if self._aux is not None and num_tokens < len(self.token_ids):
+            kept = self._aux_of(0, num_tokens)
+            self._aux = None if kept is None else {kind: [rows] for kind, rows in kept.items()}
         del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
         del self.top_logprobs[num_tokens:], self.raw_logprobs[num_tokens:]
         while self._firsts and self._firsts[-1] >= num_tokens:
@@ -139,7 +166,13 @@ class SampledTokens:
             tuple(self.top_logprobs[start:stop]),
             tuple(self.raw_logprobs[start:stop]),
             self.logprobs_mode,
+            self._aux_of(start, stop),
         )
+
+    @property
+    def aux(self) -> Aux | None:
+        """The auxiliary rows of all tokens; None for none."""
+        return self._aux_of(0, len(self.token_ids))
 
     def generation(
         self,
@@ -163,7 +196,26 @@ class SampledTokens:
             tuple(self.top_logprobs),
             tuple(self.raw_logprobs),
             self.logprobs_mode,
+            aux=self.aux,
         )
+
+    def _aux_of(self, start: int, stop: int) -> Aux | None:
+        """Return the rows of tokens `[start, stop)`, those of the prompt with the first token."""
+        if self._aux is None or start >= stop:
+            return None
+        found: dict[AuxKind, AuxRows] = {}
+        for kind, parts in self._aux.items():
+            first, end = kind.span(parts[0].start if parts else 0, self.num_prompt, stop)
+            first = max(first, self.num_prompt + start - kind.num_missing) if start else first
+            pieces: list[AuxRows] = []
+            for part in reversed(parts):  # a streamed piece is at the end
+                if part.end <= first:
+                    break
+                pieces.append(part.cut(first, end))
+            pieces = [piece for piece in reversed(pieces) if piece.num_rows]
+            if pieces:
+                found[kind] = joined(pieces)
+        return found or None
 
     def _append_all(
         self, token_ids: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs, raw_logprobs: Sequence[float]

@@ -11,6 +11,7 @@ The text of a response omits the stop token, the text from a stop string on (`no
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
@@ -40,7 +41,8 @@ from agentloop.rendering.port import TokenText
 from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Generation, Message
-from agentloop.values.checks import MAX_SEED, MAX_TOP_LOGPROBS
+from agentloop.values.aux_rows import AuxKind
+from agentloop.values.checks import MAX_ALTERNATIVES, MAX_SEED, check_num_top
 from agentloop.values.sampled_tokens import SampledTokens
 
 MAX_BATCH = 1024
@@ -131,9 +133,10 @@ class SglangBody(Body):
     ) = None
     sampling_params: Annotated[SglangSampling, _Shared] = SglangSampling()
     return_logprob: Annotated[bool | None, _Shared] = None
-    top_logprobs_num: Annotated[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, _Shared] = None
+    top_logprobs_num: Annotated[Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None, _Shared] = None
     logprob_start_len: Annotated[Annotated[int, Field(ge=-1, le=MAX_PROMPT_TOKENS)] | None, _Shared] = None
     return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | None = None
     rid: (
         Annotated[
             Annotated[Rid, Tag("~text")] | Annotated[list[Rid], Field(max_length=MAX_BATCH), Tag("~list")],
@@ -156,7 +159,6 @@ class SglangBody(Body):
     priority: Annotated[Json, refused(unless=0)] = None
     return_hidden_states: Refused = None
     return_indexer_topk: Refused = None
-    return_routed_experts: Annotated[Json, refused(hint=": the engines do not return them")] = None
     return_sampling_mask: Refused = None
     session_params: Refused = None
     token_ids_logprob: Annotated[Json, refused(), _Shared] = None
@@ -237,7 +239,12 @@ def error_body(error: AgentLoopError) -> Answer:
 
 def to_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
     """Return the call that samples one prompt. Raises InvalidRequest naming a field of the body."""
+    if body.return_routed_experts and not model.has_routed_experts:
+        raise UnsupportedParameter(
+            "the engines do not return routed experts: set engine.routed_experts", param="return_routed_experts"
+        )
     params = body.sampling_params
+    check_num_top(body.num_top, model.max_logprobs, "top_logprobs_num")
     try:
         sampling = sampling_of(params, params.max_tokens, model.vocab_size, body.num_top)
     except InvalidRequest as error:
@@ -261,7 +268,8 @@ def prompt_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel)
     if body.scores_after is None:
         return None
     start, demand = body.scores_after + 1, body.weight_version
-    return score_call(prompt_ids, start, body.num_top, model, demand, param="logprob_start_len")
+    names = {"param": "logprob_start_len", "top_param": "top_logprobs_num"}
+    return score_call(prompt_ids, start, body.num_top, model, demand, **names)
 
 
 def unsampled(score: Generation | None) -> Reply:
@@ -302,6 +310,8 @@ class SglangWriter:
         answer = self._answer(rid, num_prompt, reply, ids, self.text_of(reply, ids), served)
         facts = {"finish_reason": finish_reason(reply, ids), "cached_tokens": reply.cached_tokens}
         answer["meta_info"] |= {**facts, "e2e_latency": latency_s}
+        if self._body.return_routed_experts:
+            answer["meta_info"]["routed_experts"] = _experts_of(reply)
         return answer
 
     def add_scores(self, answer: Answer, prompt_ids: Sequence[int], score: Generation | None) -> None:
@@ -389,6 +399,14 @@ def finish_reason(reply: Reply, ids: Sequence[int]) -> Answer:
     if reply.finish_reason is FinishReason.STOP:
         return {"type": "stop", "matched": reply.stop_text or ids[-1]}
     return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def _experts_of(reply: Reply) -> str | None:
+    """Return the experts as SGLang writes them: int32 `[tokens - 1, layers, experts per token]` in base64."""
+    rows = (reply.aux or {}).get(AuxKind.ROUTED_EXPERTS)
+    if rows is None:
+        return None
+    return base64.b64encode(rows.unpacked().values.astype("<i4").tobytes()).decode("ascii")
 
 
 def _text(version: int | None) -> str | None:

@@ -8,10 +8,13 @@ which vLLM writes, and as `token: "token_id:N"`, which vLLM's clients read.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import FailFast, Field
 
 from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, Json, TokenId, VersionDemandBody
@@ -24,7 +27,8 @@ from agentloop.chat.scores import score_call
 from agentloop.errors import InvalidRequest
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Generation
-from agentloop.values.checks import MAX_TOP_LOGPROBS
+from agentloop.values.aux_rows import AuxKind
+from agentloop.values.checks import MAX_ALTERNATIVES, check_num_top
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
@@ -35,18 +39,19 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 class VllmSamplingBody(ChoiceFields):
     """vLLM's `SamplingParams`, with its defaults. The default `max_tokens` fills the context.
 
-    Options about text, about vLLM's output kind and `routed_experts_prompt_start` are accepted and ignored: the
-    response is complete, without text and experts. `logprobs` is the number of entries per position; 0 and 1 return
-    only the sampled token. `prompt_logprobs` also scores the tokens of the prompt.
+    Options about text and about vLLM's output kind are accepted and ignored: the response is complete, without
+    text. `logprobs` is the number of entries per position; 0 and 1 return only the sampled token. `prompt_logprobs`
+    also scores the tokens of the prompt. `routed_experts` begin at `routed_experts_prompt_start`; in a session,
+    which has the experts of earlier turns, they are null if it is before the last token of those turns.
     """
 
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS)] = 0
     detokenize: Ignored = None
     flat_logprobs: Ignored = None
     include_stop_str_in_output: Ignored = None
     output_kind: Ignored = None
-    routed_experts_prompt_start: Ignored = None
     skip_clone: Ignored = None
     skip_special_tokens: Ignored = None
     spaces_between_special_tokens: Ignored = None
@@ -97,6 +102,7 @@ def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
     """Convert a body to a `ChatCall`. Raises InvalidRequest naming a field of the body."""
     params = body.sampling_params
     num_top = params.logprobs if params.logprobs is not None and params.logprobs > 1 else 0
+    check_num_top(num_top, model.max_logprobs, "sampling_params.logprobs")
     try:
         sampling = sampling_of(params, params.max_tokens, model.vocab_size, num_top)
     except InvalidRequest as error:
@@ -119,7 +125,8 @@ def prompt_call(body: TokensBody, model: ChatModel) -> ChatCall | None:
     num_top, ids = body.sampling_params.prompt_logprobs, tuple(body.token_ids)
     if num_top is None:
         return None
-    return score_call(ids, 1, num_top, model, body.weight_version, param="sampling_params.prompt_logprobs")
+    param = "sampling_params.prompt_logprobs"
+    return score_call(ids, 1, num_top, model, body.weight_version, param=param, top_param=param)
 
 
 def render_tokens(
@@ -183,9 +190,21 @@ def _choice(index: int, reply: Reply, params: VllmSamplingBody) -> dict[str, Any
         "weight_versions": [
             {"version": str(span.version), "start": span.start, "end": span.end} for span in reply.weight_versions
         ],
-        "routed_experts": None,
-        "sampling_mask": None,
+        **_aux(reply, params.routed_experts_prompt_start),
     }
+
+
+def _aux(reply: Reply, start: int) -> dict[str, Any]:
+    """Return the auxiliary rows as vLLM writes them: an array in NumPy's format in base64, and lists of ids."""
+    aux = reply.aux or {}
+    experts, mask = aux.get(AuxKind.ROUTED_EXPERTS), aux.get(AuxKind.SAMPLING_MASK)
+    encoded = None
+    if experts is not None and experts.start <= start <= experts.end:
+        file = io.BytesIO()
+        np.save(file, experts.unpacked().cut(start, experts.end).table, allow_pickle=False)
+        encoded = base64.b64encode(file.getbuffer()).decode("ascii")
+    kept = None if mask is None else [row.tolist() for row in mask.unpacked().rows()]
+    return {"routed_experts": encoded, "sampling_mask": kept}
 
 
 def _entries(reply: Reply, token_ids: list[int], num_top: int) -> list[dict[str, Any]]:

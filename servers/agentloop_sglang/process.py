@@ -161,6 +161,7 @@ class SglangProcess:
             features=self._config.features,
             lora_rank=self._config.lora_rank,
             logprobs_mode=self._config.logprobs_mode,
+            max_logprobs=self._config.max_logprobs,
         )
 
     def stats(self) -> EngineStats:

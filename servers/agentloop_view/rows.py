@@ -49,6 +49,7 @@ _SHARD_BYTES = 256 << 20
 _ROW_GROUP_TOKENS = 1 << 20
 _ROW_GROUP_ROWS = 512
 _ROW_GROUP_TURNS = 4096  # in a ledger
+_AUX_OF_A_TOKEN = 16  # auxiliary values that take about the memory of one token's other columns
 
 _SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
 _IMAGE = pa.struct([("sha256", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
@@ -159,7 +160,12 @@ _COLUMNS: dict[str, pa.DataType] = {
     "constraints": pa.map_(pa.string(), pa.string()),
     "loop": pa.string(),
     "traceparent": pa.string(),
+    "routed_experts": pa.list_(pa.uint16()),
+    "routed_experts_shape": pa.list_(pa.int32()),
+    "sampling_mask": pa.list_(pa.int32()),
+    "sampling_mask_ends": pa.list_(pa.int32()),
 }
+_AUX = ("routed_experts", "routed_experts_shape", "sampling_mask", "sampling_mask_ends")
 _FACT_TYPES: dict[str, pa.DataType] = {
     "str": pa.string(),
     "int": pa.int64(),
@@ -186,8 +192,15 @@ turns in microseconds. `messages` are the path's messages in the OpenAI chat for
 `metrics` belong to the trajectory; `path_reward` is the reward for training with this path. `lineage` is the
 path's relation to `parent`, and `credit` is true if the trajectory's reward is for this path;
 numbers of turns and tokens count all paths. `constraints`, by digest, are in the first row of a trajectory.
-Offsets of `images` are relative to the prompt followed by the response."""
-_RESPONSE_COLUMNS = ("response_ids", "response_mask", "logprobs", "raw_logprobs", "constrained", "token_rewards")
+Offsets of `images` are relative to the prompt followed by the response. `routed_experts` are the experts of
+each position of prompt and response, flattened from `routed_experts_shape` (positions, layers, experts per
+token); the last sampled token and later ones have none. `sampling_mask` are the ids that top-k, top-p and min-p
+kept for all response tokens, one after the other, and `sampling_mask_ends` the end of each token's part. All four
+are null unless the engines returned them, and always null in JSON Lines."""
+_RESPONSE_COLUMNS = (
+    *("response_ids", "response_mask", "logprobs", "raw_logprobs", "constrained", "token_rewards"),
+    "sampling_mask_ends",
+)
 _LENGTHS = {"prompt_ids": "prompt tokens", **dict.fromkeys(_RESPONSE_COLUMNS, "response tokens")}
 _CARD = """\
 ---
@@ -372,8 +385,8 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "thinking": trajectory.thinking.value,
             "failure": None if trajectory.failure is None else trajectory.failure.value,
             "constraints": dict(trajectory.constraints) if branch == 0 else {},
-            "loop": trajectory.loop,
-            "traceparent": trajectory.traceparent,
+            **{name: getattr(trajectory, name) for name in ("loop", "traceparent")},
+            **_aux(path),
         }
         for branch, path in enumerate(paths)
     ]
@@ -390,6 +403,12 @@ def _lineage(path: TokenPath) -> Row:
         "split_reason": None if path.split_reason is None else path.split_reason.value,
         "split_detail": path.split_detail,
     }
+
+
+def _aux(path: TokenPath) -> Row:
+    routes, (mask, ends) = path.routed_experts, path.sampling_mask or (None, None)
+    flat, shape = (None, None) if routes is None else (routes.ravel(), routes.shape)
+    return dict(zip(_AUX, (flat, shape, mask, ends), strict=True))
 
 
 def _facts(trajectory: Trajectory) -> Row:
@@ -542,6 +561,7 @@ def _row_groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
     for row in rows:
         chunk.append(row)
         num_tokens += len(row["prompt_ids"]) + len(row["response_ids"])
+        num_tokens += sum(len(row[name]) // _AUX_OF_A_TOKEN for name in _AUX if row[name] is not None)
         if len(chunk) >= _ROW_GROUP_ROWS or num_tokens >= _ROW_GROUP_TOKENS:
             yield chunk
             chunk, num_tokens = [], 0
@@ -553,6 +573,7 @@ def _write_jsonl(rows: Iterator[Row], path: Path) -> int:
     num_rows = 0
     with path.open("wb") as file:
         for row in rows:
+            row |= dict.fromkeys(_AUX)  # binary arrays, and many times larger than the rest
             file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
             num_rows += 1
     return num_rows

@@ -238,7 +238,7 @@ def pushed(**changes: Any) -> dict[str, Any]:
         (GenerateBody, changed(GENERATE, sampling={"max_tokens": 1, "stop_token_ids": [0] * 65}), "sampling."),
         (GenerateBody, sampled(frequency_penalty=2.5), "sampling.frequency_penalty"),
         (GenerateBody, sampled(presence_penalty="1"), "sampling.presence_penalty"),
-        (GenerateBody, sampled(num_top_logprobs=21), "sampling.num_top_logprobs"),
+        (GenerateBody, sampled(num_top_logprobs=1 << 21), "sampling.num_top_logprobs"),
         (GenerateBody, sampled(min_p=1.5), "sampling.min_p"),
         (GenerateBody, sampled(temperature=1e-7), "sampling.temperature"),
         (GenerateBody, sampled(repetition_penalty=0), "sampling.repetition_penalty"),

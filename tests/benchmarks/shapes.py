@@ -119,6 +119,9 @@ SHAPES = {
         Shape("qwen3-4b", 2560, 36, 32, 8, 128, 9728, 151936, is_tied=True),
         Shape("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936, is_tied=False),
         Shape("tiny-moe", 128, 2, 4, 2, 32, 64, 1024, is_tied=False, num_experts=4, num_chosen=2),
+        Shape("moe-4l", 1024, 4, 16, 8, 128, 512, 32768, is_tied=False, num_experts=64, num_chosen=8),
+        # Four of the layers of a model with 30 billion parameters, of which 3 billion are active.
+        Shape("moe-30b-a3b-4l", 2048, 4, 32, 4, 128, 768, 151936, is_tied=False, num_experts=128, num_chosen=8),
         Shape("small-moe", 1024, 12, 16, 8, 128, 512, 32768, is_tied=False, num_experts=32, num_chosen=4),
     )
 }

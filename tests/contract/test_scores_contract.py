@@ -60,24 +60,29 @@ async def test_a_score_is_the_raw_logprob_of_what_was_sampled(scorer: EngineCase
 
 
 async def test_scores_are_those_of_an_independent_model(scorer: EngineCase) -> None:
-    """Ids that sampling would not produce, scored concurrently, in prompts longer than a window."""
-    case = scorer
+    """Ids that sampling would not produce, scored concurrently, in prompts longer than a window, with as many
+    alternatives as the engine returns."""
+    case, num_top = scorer, scorer.engine.info.max_logprobs
     if case.logits_of is None:
         pytest.skip("no independent model")
     prompts = [case.prompt(num_tokens=size) for size in (2, 255, 256, 257, 258, 700)]
-    answers = await asyncio.gather(*(score(case, ids, 1, num_top_logprobs=2) for ids in prompts))
+    answers = await asyncio.gather(*(score(case, ids, 1, num_top_logprobs=num_top) for ids in prompts))
     prompts += [prompts[-1][:600] + case.prompt(num_tokens=size) for size in (8, 90)]  # prompts with cached KV
-    answers += [await score(case, ids, 600, num_top_logprobs=2) for ids in prompts[-2:]]
+    answers += [await score(case, ids, 600, num_top_logprobs=num_top) for ids in prompts[-2:]]
     assert case.engine.info.name != "vllm" or answers[-1].cached_tokens > 500
-    answers += [await score(case, prompts[-1], 1, num_top_logprobs=2)]  # scores a cached prompt too
+    answers += [await score(case, prompts[-1], 1, num_top_logprobs=num_top)]  # scores a cached prompt too
     for ids, answer in zip([*prompts, prompts[-1]], answers, strict=True):
         start = len(ids) - len(answer.token_ids)
         expected = np.array([log_softmax(row) for row in case.logits_of(case.checkpoint, ids)[start - 1 : -1]])
         given = expected[np.arange(len(ids) - start), ids[start:]]
         assert answer.token_ids == ids[start:]
         assert np.abs(np.array(answer.logprobs) - given).max() < CLOSE
-        best = np.array([row[0][1] for row in answer.top_logprobs])
-        assert np.abs(best - expected.max(axis=1)).max() < CLOSE
+        tops = np.array(answer.top_logprobs)
+        assert tops.shape == (len(answer.token_ids), num_top, 2)
+        assert np.abs(tops[..., 1] - -np.sort(-expected, axis=1)[:, :num_top]).max() < CLOSE
+        of_ids = np.take_along_axis(expected, tops[..., 0].astype(int), axis=1)
+        assert np.abs(tops[..., 1] - of_ids).max() < CLOSE
+        assert all(len({token_id for token_id, _ in row}) == num_top for row in answer.top_logprobs)
 
 
 @pytest.mark.parametrize("kv_policy", list(KVPolicy))
@@ -132,7 +137,7 @@ async def test_bad_scores_are_refused(scorer: EngineCase) -> None:
             await case.engine.generate(scored(case, bad, 1))
         assert caught.value.param == param
     with pytest.raises(InvalidRequest) as caught:
-        await case.engine.generate(scored(case, ids, 1, num_top_logprobs=21))
+        await case.engine.generate(scored(case, ids, 1, num_top_logprobs=info.max_logprobs + 1))
     assert caught.value.param == "num_top_logprobs"
     with pytest.raises(ContextLengthExceeded):
         await case.engine.generate(scored(case, case.prompt(num_tokens=info.max_context_tokens), 1))

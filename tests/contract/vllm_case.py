@@ -44,6 +44,7 @@ def vllm_config(model: Path, **changed: object) -> VllmConfig:
         "kv_cache_memory_bytes": 128 * 2**20,
         "gpu_memory_utilization": 0.1,  # must be free: other processes may use the GPU
         "tensor_parallel_size": NUM_SHARDS,
+        "max_logprobs": 256,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "enforce_eager": True,
         "allow_untested": True,  # `make test-newest`

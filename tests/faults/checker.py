@@ -9,14 +9,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
 from agentloop.fleet.desired_state import FleetWeights
 from agentloop.fleet.registry import ReplicaState
 from agentloop.rollout.turn_journal import YOUNG_S, mark_of
+from agentloop.simulation.policy import routed_experts
 from agentloop.types import KVPolicy, SplitReason, StopReason, TokenPath, Trajectory
+from agentloop.values.aux_rows import AuxKind
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from tests.support.fleet.adapter_world import held_by
 from tests.support.fleet.poisons import FIRST_STATE
-from tests.support.fleet.proving_policy import logprobs_of
+from tests.support.fleet.proving_policy import kept_with, logprobs_of
 from tests.support.fleet.schedules import World
 from tests.support.fleet.whole_world import WholeWorld
 
@@ -166,13 +170,15 @@ def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> It
         for record in records:
             name = f"{record.rollout_id}/{record.group_id}/{record.sample_index}"
             own = record.group_id if record.rollout_id == "sessions" else record.rollout_id
+            if any(word in (record.error or "") for word in ("auxiliary", *AuxKind)):
+                yield f"{name} failed because of its auxiliary rows: {record.error}"
             if record.adapter != world.adapter_of(own):
                 yield f"{name} says that {record.adapter!r} sampled it"
             demand = demands.get((record.rollout_id, record.group_id))
             for path in record.paths:
                 known = world.known_versions(record.adapter)
                 problems = _path_problems(world.kv_policy, path, known, record.adapter)
-                yield from (f"{name}: {problem}" for problem in problems)
+                yield from (f"{name}: {problem}" for problem in (*problems, *_aux_problems(path)))
                 if demand and not all(demand.accepts(span.version) for span in path.weight_versions):
                     yield f"{name}: {demand} was answered by {path.weight_versions}"
 
@@ -189,6 +195,26 @@ def staleness_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -
                 ]
                 if limit is not None and trained and max(trained) - min(trained) > limit.max_staleness:
                     yield f"{name}/{record.group_id}/{record.sample_index}: {limit} and {trained} are trained on"
+
+
+def _aux_problems(path: TokenPath) -> Iterator[str]:
+    """Return auxiliary rows that do not belong to the recorded tokens at their positions."""
+    sampled = [index for turn in path.turns for index in range(turn.start, turn.end)]
+    if not sampled:
+        return
+    ids, experts, mask = (
+        [*path.prompt_ids.tolist(), *path.response_ids.tolist()],
+        path.routed_experts,
+        path.sampling_mask,
+    )
+    expected = routed_experts(ids, 0, len(path.prompt_ids) + sampled[-1]).table
+    if experts is None or not np.array_equal(experts, expected):
+        yield f"its routed experts are {None if experts is None else experts.shape}, not {expected.shape}"
+    kept = {index: kept_with(ids[len(path.prompt_ids) + index]) for index in sampled}
+    wanted = [one for index in sampled for one in kept[index]]
+    ends = np.cumsum([len(kept.get(index, ())) for index in range(len(path.response_ids))])
+    if mask is None or mask[0].tolist() != wanted or not np.array_equal(mask[1], ends):
+        yield "its sampling mask is not that of its tokens"
 
 
 def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int], adapter: str) -> Iterator[str]:

@@ -210,6 +210,15 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
+        "an engine returns misplaced routed experts, or a sampling mask without the sampled id",
+        "the answer is refused as malformed and sampled again; recorded rows always belong to the recorded tokens",
+        (
+            "test_aux_rows.py::test_rows_that_do_not_belong_to_the_tokens_are_never_stored",
+            "test_aux_rows.py::test_misaligned_rows_of_a_turn_are_a_broken_invariant",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
         "an engine's text differs from its ids",
         "the ids are used",
         why_not="engines return ids only; the service reads no text from engines.",

@@ -37,6 +37,7 @@ _POSTGRES = "servers/agentloop_postgres/home.py"
 _PUBLISHED = "servers/agentloop_store"
 _JOURNAL, _HOMES = "agentloop/rollout/turn_journal.py", "agentloop/rollout/journal_homes.py"
 _TOOLBOX, _ENVIRONMENT = "agentloop/rollout/toolbox.py", "agentloop/rollout/environment.py"
+_AUX_ROWS, _SAMPLED_TOKENS = (f"agentloop/values/{one}.py" for one in ("aux_rows", "sampled_tokens"))
 _DIGEST, _LIFECYCLE = "agentloop/engine/weight_digest.py", "agentloop/engine/lifecycle.py"
 _SCHEMA, _MCP = "agentloop/parsers/json_schema.py", "tools/agentloop_tools/mcp.py"
 _PUT = 'self._store.put(index, sorted(folder.glob("*.safetensors")))'
@@ -57,6 +58,7 @@ _JOURNAL_TESTS = ("tests/rollout/test_turn_journal.py",)
 _STORED_JOURNAL_TESTS = ("tests/storage/test_stored_journals.py",)
 _ENVIRONMENT_TESTS = ("tests/rollout/test_environment.py",)
 _DIGEST_TESTS = ("tests/fleet/test_weight_digest.py",)
+_AUX_TESTS = ("tests/test_aux_rows.py", "tests/parts/contracts/test_aux_wires.py")
 _CANARY_TESTS = ("tests/servers/engines/common/test_canary.py", "tests/test_canary.py")
 _SCHEMA_TESTS = ("tests/parsers/test_json_schema.py",)
 _MCP_TESTS = ("tests/parts/tools/test_mcp.py",)
@@ -76,6 +78,27 @@ class Mutation:
 
 
 MUTATIONS = (
+    Mutation(
+        "experts_of_the_last_known_token_not_asked",
+        _AUX_ROWS,
+        "return max(num_known - 1, 0)",
+        "return num_known",
+        _AUX_TESTS,
+    ),
+    Mutation(
+        "masks_not_compared_with_ids",
+        _AUX_ROWS,
+        "return not np.logical_or.reduceat(is_sampled, rows.ends - sizes).all()",
+        "return False",
+        _AUX_TESTS,
+    ),
+    Mutation(
+        "rows_of_dropped_tokens_kept",
+        _SAMPLED_TOKENS,
+        "if self._aux is not None and num_tokens < len(self.token_ids):",
+        "if False:",
+        _AUX_TESTS,
+    ),
     Mutation("synchronous_off", _STORE, 'synchronous="FULL"', 'synchronous="OFF"', _STORE_TESTS),
     Mutation(
         "epoch_not_checked_in_writes",

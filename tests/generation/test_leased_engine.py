@@ -30,6 +30,7 @@ from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import TURN_GRACE_S, CallLeases, LeasedEngine, continued
 from agentloop.generation.leases import LeaseConfig, LeaseReporter
 from agentloop.images import Image, ImageTokens
+from agentloop.simulation.policy import routed_experts
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -42,6 +43,7 @@ from agentloop.types import (
     VersionDemand,
     WeightVersionSpan,
 )
+from agentloop.values.aux_rows import AuxKind
 from agentloop.values.checks import check_generation
 from agentloop.values.sampled_tokens import SampledTokens
 from tests.support.engine.engines import leased
@@ -63,6 +65,7 @@ class Script:
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     num_aborted: int = 0
     is_reporting: bool = False  # a generation reports its tokens one by one
+    has_routes: bool = False  # a generation has routed experts, its pieces do not
     asked_for_images: list[str] = field(default_factory=list)  # the URLs, in order
 
     def connect(self, url: str) -> ScriptedReplica:
@@ -113,6 +116,8 @@ class ScriptedReplica:
             script.num_aborted += 1
             raise
         start = len(request.token_ids)
+        context = (*request.token_ids, *ids)
+        routes = routed_experts(context, request.routes_from, len(context) - 1)
         yield Generation(
             request.request_id,
             tuple(ids),
@@ -122,6 +127,7 @@ class ScriptedReplica:
             cached_tokens=len(request.token_ids) - 1,
             replica_id=self._url,
             top_logprobs=tuple(((one, -0.5),) for one in ids) if request.sampling.num_top_logprobs else (),
+            aux={AuxKind.ROUTED_EXPERTS: routes} if script.has_routes else None,
         )
 
 
@@ -579,6 +585,27 @@ def test_a_continuation_has_another_seed_for_every_place_and_the_policy_of_its_k
     assert after(3, 5).kv_version is None
     assert after(3, 5, keeps_kv=True).kv_version == 3
     assert after(3, 5, keeps_kv=True, kv_version=1).kv_version == 1
+
+
+@virtually
+async def test_experts_of_a_lost_round_come_from_the_next_prefill(site: LeaseSite) -> None:
+    site.script.has_routes = site.script.is_reporting = True
+    site.script.cut_after = [3, 2, None]
+    made = await site.engine.generate(replace(request(), routes_from=4))
+    assert [sent.routes_from for _, sent in site.script.requests] == [4, 4, 4]
+    context = (*range(10), *made.token_ids)
+    assert made.aux is not None
+    rows = made.aux[AuxKind.ROUTED_EXPERTS]
+    assert (rows.start, rows.end) == (4, len(context) - 1)
+    assert rows.values.tolist() == routed_experts(context, 4, len(context) - 1).values.tolist()
+
+
+def test_a_continuation_asks_for_the_experts_after_those_that_it_has() -> None:
+    sampled = SampledTokens(num_prompt=10)
+    context = tuple(range(13))
+    aux = {AuxKind.ROUTED_EXPERTS: routed_experts(context, 4, 12)}
+    sampled.add(Delta((10, 11, 12), (-0.5,) * 3, (WeightVersionSpan(0, 0, 3),), aux=aux))
+    assert continued(replace(request(), routes_from=4), sampled.since(0)).routes_from == 12
 
 
 # Waiting

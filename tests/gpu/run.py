@@ -307,6 +307,16 @@ PARTS = (
         continued,
     ),
     Part(
+        "routes",
+        "routed experts of a mixture of experts: their rows, the mismatch with a replay, and their cost",
+        module("tests.gpu.routes", out="routes"),
+        560,
+        last_line,
+        is_alone=True,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
         "continuation-nccl",
         "the same over NCCL, from another GPU",
         module("tests.gpu.continuation", *CONTINUATION, "--transport", "nccl", out="continuation-nccl"),

@@ -13,7 +13,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.values.capabilities import Feature
 from agentloop_servers.app import application
 from agentloop_servers.config.service import ServiceConfig, model_sizes
-from agentloop_servers.processes.engine_parts import build_engine, engine_actor_options, vllm_config
+from agentloop_servers.processes.engine_parts import build_engine, engine_actor_options, max_logprobs, vllm_config
 from agentloop_servers.processes.settings import replica_config, sized, weight_config
 
 MODEL = "examples/tiny_policy/v0"
@@ -55,6 +55,79 @@ def test_a_config_of_entries_survives_its_run_directory(tmp_path):
     assert [entry.num_seats for entry in config.entries] == [256, 256, 256]
     assert ServiceConfig.model_validate_json(config.model_dump_json()) == config
     assert config.entries[2].withheld == [Feature.SEED]
+
+
+KV = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+INNER = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [KV]}}
+ON_CPU = {"device": "cpu", "kv_cache_mib": 64}
+
+
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        (
+            {"routed_experts": True, "kind": "sglang"},
+            "routed_experts is supported by vLLM on GPUs only, not by sglang",
+        ),
+        (
+            {"routed_experts": True, **ON_CPU},
+            "routed_experts is supported by vLLM on GPUs only, not by vllm on cpu",
+        ),
+        ({"sampling_mask_top_k": 8, **ON_CPU}, "sampling_mask_top_k is supported by vLLM on GPUs only"),
+        (
+            {"routed_experts": True, "logprobs_mode": "raw"},
+            "routed_experts requires logprobs_mode sampled, not raw",
+        ),
+        ({"sampling_mask_top_k": 8, "logprobs_mode": "both"}, "sampling_mask_top_k requires logprobs_mode sampled"),
+        ({"routed_experts": True, "speculative": {}}, "routed_experts cannot be combined with speculative"),
+        ({"sampling_mask_top_k": 0}, "greater than or equal to 1"),
+        (
+            {"routed_experts": True, "arguments": {"decode_context_parallel_size": 2}},
+            "routed_experts cannot be combined with arguments.decode_context_parallel_size 2",
+        ),
+        (
+            {"routed_experts": True, "arguments": {"kv_transfer_config": KV}},
+            "routed_experts cannot be combined with arguments.kv_transfer_config NixlConnector",
+        ),
+        ({"routed_experts": True, "arguments": {"kv_transfer_config": INNER}}, "kv_transfer_config NixlConnector"),
+    ],
+)
+def test_what_an_engine_refuses_with_auxiliary_rows_is_refused_in_the_config(engine, named):
+    with pytest.raises(ValidationError, match=named):
+        service(engine)
+
+
+def test_auxiliary_rows_are_recorded_by_all_pools_or_none():
+    for key, value in (("routed_experts", True), ("sampling_mask_top_k", 8)):
+        with pytest.raises(ValidationError, match=f"engine short has {key} .* and simulated {value}"):
+            service({**TWO[0], key: value}, TWO[1])
+        engine = build_engine(service({**TWO[0], key: value}, {**TWO[1], key: value}))
+        assert (Feature.GREEDY in engine.info.features) == (key == "routed_experts")
+
+
+def test_the_number_of_alternatives_is_a_limit_of_all_pools():
+    for limit, served in ((-1, 1024), (256, 256), (1, 1)):
+        config = service(*({**one, "max_logprobs": limit} for one in TWO))
+        assert max_logprobs(config) == served
+        assert build_engine(config).info.max_logprobs == served
+    for wrong in (0, -2, 257):
+        with pytest.raises(ValidationError, match="max_logprobs"):
+            service({"kind": "simulated", "max_logprobs": wrong})
+    with pytest.raises(ValidationError, match="engine short has max_logprobs 20 and simulated 256"):
+        service({**TWO[0], "max_logprobs": 256}, TWO[1])
+
+
+def test_a_dense_model_has_no_routed_experts(tmp_path):
+    config = service({"routed_experts": True})
+    with pytest.raises(InvalidRequest, match="routed_experts requires a mixture of experts") as refused:
+        application(config, tmp_path)
+    assert refused.value.param == "engine.routed_experts"
+
+
+def test_rows_that_cannot_be_packed_are_refused_in_the_config(monkeypatch):
+    monkeypatch.setattr("agentloop_servers.config.engines.find_spec", lambda name: None)
+    with pytest.raises(ValidationError, match="routed_experts needs the package zstandard"):
+        service({"kind": "simulated", "routed_experts": True})
 
 
 def test_deadlines_are_those_of_the_slowest():

@@ -644,9 +644,9 @@ async def test_faults_happen_once_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", list(Malformation))
 async def test_a_malformed_answer_is_caught_by_the_check(how: Malformation) -> None:
-    engine = SimulatedEngine(faults=Faults(malformed=[how]))
+    engine = SimulatedEngine(SimulatedSpec(routed_experts=True, sampling_mask=True), faults=Faults(malformed=[how]))
     await engine.start()
-    bad, good = ask([1], 4, num_top_logprobs=2), ask([1], 4)
+    bad, good = ask([1], 4, num_top_logprobs=2, temperature=1.0), ask([1], 4, temperature=1.0)
     with pytest.raises(MalformedEngineResponse):
         check_generation(bad, await engine.generate(bad), engine.info.vocab_size)
     check_generation(good, await engine.generate(good), engine.info.vocab_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from agentloop.values.mismatch import CLIP_RANGE, MAX_K3, PERCENTILES, Mismatch, MismatchMonitor, mismatch
 from agentloop_trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
-from agentloop_trainers.teacher import teacher_logprobs
+from agentloop_trainers.teacher import teacher_logprobs, teacher_top_logprobs
 
 __all__ = [
     "CLIP_RANGE",
@@ -23,4 +23,5 @@ __all__ = [
     "is_scored",
     "mismatch",
     "teacher_logprobs",
+    "teacher_top_logprobs",
 ]

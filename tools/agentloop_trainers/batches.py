@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from agentloop.types import BoolArray, FloatArray, IntArray, TokenPath, Trajectory
+from agentloop.values.aux_rows import Values
 
 NO_VERSION = -1
 """The value in `TrainingRow.versions` for tokens that were not sampled."""
@@ -28,6 +29,10 @@ class TrainingRow:
 
     `mask` is True for trained tokens. `logprobs` (nats) are those of the policy that sampled the token, and 0 for
     tokens that were not sampled. `versions` are the weight versions that sampled the tokens.
+
+    `routed_experts` and `sampling_mask` are those of `TokenPath`; the mask's ends have an entry for each prompt
+    token, too. The last positions have no experts: a trainer that replays them lets its own router choose there,
+    because no trained token's logits depend on these positions.
     """
 
     group_id: str
@@ -42,6 +47,8 @@ class TrainingRow:
     reward: float
     advantage: float
     weight: float  # see `group_rows`
+    routed_experts: Values | None = None
+    sampling_mask: tuple[IntArray, IntArray] | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -164,7 +171,7 @@ def versions_of(path: TokenPath) -> IntArray:
 
 def _row(trajectory: Trajectory, place: int, reward: float, advantage: float) -> TrainingRow:
     path = trajectory.paths[place]
-    num_prompt = len(path.prompt_ids)
+    num_prompt, mask = len(path.prompt_ids), path.sampling_mask
     return TrainingRow(
         group_id=trajectory.group_id,
         task_id=trajectory.task_id,
@@ -178,6 +185,10 @@ def _row(trajectory: Trajectory, place: int, reward: float, advantage: float) ->
         reward=reward,
         advantage=advantage,
         weight=1.0,
+        routed_experts=path.routed_experts,
+        sampling_mask=None
+        if mask is None
+        else (mask[0], np.concatenate([np.zeros(num_prompt, np.int32), mask[1]])),
     )
 
 

@@ -26,11 +26,13 @@ from rich.table import Table
 from rich.text import Text
 
 from agentloop import __version__
+from agentloop.api.requests import MAX_SCORES_BYTES
 from agentloop.errors import AgentLoopError
 from agentloop.parts import PARTS
 from agentloop.plugins import DISTRIBUTION, resolve
 from agentloop.rendering.port import ModelFacts, Renderer
 from agentloop.rendering.renderer import TextOnlyRenderer
+from agentloop.values.checks import MAX_TOP_LOGPROBS
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
 from agentloop_servers.cluster.host import NICENESS
@@ -295,6 +297,7 @@ def examine_model(config: ServiceConfig) -> list[Check]:
         sizes = model_sizes(config)
         checks.append(Check("context", True, f"{sizes.max_context_tokens:,} tokens"))
         checks += _memory_of(config)
+        checks += _scores_of(config)
         checks += _engine_commands(config)
     except AgentLoopError as error:
         return [*checks, Check("config.json", False, error.message)]
@@ -331,6 +334,18 @@ def _memory_of(config: ServiceConfig) -> Iterator[Check]:
         ]
         wanted = sum(gib * entry.replicas for gib, entry in zip(each, on_cpu, strict=True))
         yield _probed("memory", lambda: _memory(wanted))
+
+
+def _scores_of(config: ServiceConfig) -> Iterator[Check]:
+    """Show the memory of scores with more alternatives than by default."""
+    most = config.entries[0].max_logprobs  # equal in all engine pools
+    if most != MAX_TOP_LOGPROBS:
+        mib = MAX_SCORES_BYTES / 2**20
+        limit = "the vocabulary's" if most == -1 else f"up to {most}"
+        text = (
+            f"{limit} alternatives per token; the largest answer takes {mib:.0f} MiB in the engine and the ingress"
+        )
+        yield Check("scores", True, text)
 
 
 def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:

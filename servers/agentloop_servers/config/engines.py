@@ -8,12 +8,14 @@ pools serve the same model with the same logprobs mode, so that a trajectory can
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from agentloop import parts
 from agentloop.errors import CheckpointUnreadable, InvalidRequest
+from agentloop.values.aux_rows import ZSTD
 from agentloop.values.capabilities import Feature
 
 
@@ -33,6 +35,18 @@ OWN_KINDS = ("vllm", "simulated")
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The adapter ranks that vLLM has kernels for."""
+
+
+_FOREIGN_KV = ("Nixl", "MoRIIO", "Mooncake")
+"""Beginnings of the names of vLLM's KV connectors that read KV which another engine computed."""
+
+
+def _connectors(config: Any) -> list[str]:
+    """Return the names of the KV connectors in vLLM's `kv_transfer_config`, with those of a MultiConnector."""
+    if not isinstance(config, Mapping):
+        return []
+    inner = (config.get("kv_connector_extra_config") or {}).get("connectors") or []
+    return [str(config.get("kv_connector", "")), *(name for one in inner for name in _connectors(one))]
 
 
 class SpeculativeSettings(_EngineModel):
@@ -113,6 +127,12 @@ class EngineConfig(_EngineModel):
     """Compute the same logits for a context in every batch, at some cost in speed; GPUs only."""
     logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"
     """The distribution of logprobs: `sampled`, `raw` or `both` (distribution.md)."""
+    max_logprobs: Annotated[int, Field(ge=1, le=256)] | Literal[-1] = 20
+    """Maximum alternatives per token, in scores and samples; -1: the whole vocabulary. See logprobs.md."""
+    routed_experts: bool = False
+    """Record the experts that routed each token, for replay in the trainer; mixture-of-experts models only."""
+    sampling_mask_top_k: Annotated[int, Field(ge=1)] | None = None
+    """Record the ids that each token was sampled from; `top_k` of requests without one. See distribution.md."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads of an engine process. Default: 1 on CPU; on CUDA many during loading, then 1."""
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
@@ -166,6 +186,8 @@ class EngineConfig(_EngineModel):
             self._check_hosts()
         if self.speculative is not None:
             self._check_speculative(self.speculative)
+        if self.routed_experts or self.sampling_mask_top_k is not None:
+            self._check_aux()
         return self
 
     def registered(self) -> tuple[Any, dict[str, BaseModel]]:
@@ -208,6 +230,38 @@ class EngineConfig(_EngineModel):
                 f"speculative requires data_parallel_size 1, not {self.data_parallel_size}: vLLM ignores"
                 " speculative.max_running with data parallelism"
             )
+
+    def _check_aux(self) -> None:
+        """Refuse what engines with `routed_experts` or `sampling_mask_top_k` refuse, or return wrong rows for."""
+        key = "routed_experts" if self.routed_experts else "sampling_mask_top_k"
+        if find_spec(ZSTD) is None:
+            raise ValueError(f"{key} needs the package {ZSTD}, which packs the recorded rows: pip install {ZSTD}")
+        if self.kind != "simulated" and (self.kind != "vllm" or not self.on_gpu):
+            raise ValueError(f"{key} is supported by vLLM on GPUs only, not by {self.kind} on {self.device}")
+        if self.logprobs_mode != "sampled":
+            raise ValueError(
+                f"{key} requires logprobs_mode sampled, not {self.logprobs_mode}: vLLM's Model Runner V2"
+            )
+        if self.speculative is not None:
+            raise ValueError(
+                f"{key} cannot be combined with speculative: the rows of rejected drafts are not tested"
+            )
+        if self.routed_experts:
+            self._check_routes()
+
+    def _check_routes(self) -> None:
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if self.arguments.get(name, 1) != 1:
+                raise ValueError(
+                    f"routed_experts cannot be combined with arguments.{name} {self.arguments[name]}: each rank"
+                    " would have the experts of a part only"
+                )
+        for name in _connectors(self.arguments.get("kv_transfer_config")):
+            if name.startswith(_FOREIGN_KV):
+                raise ValueError(
+                    f"routed_experts cannot be combined with arguments.kv_transfer_config {name}: the experts of"
+                    " prompts that another engine read are not transferred"
+                )
 
     def _check_hosts(self) -> None:
         if self.kind != "vllm":
@@ -339,6 +393,12 @@ def check_entries(entries: Sequence[EngineEntry]) -> None:
                 f"engine {entry.name} has logprobs_mode {entry.logprobs_mode} and {first.name}"
                 f" {first.logprobs_mode}: it must be equal, because a trajectory can continue on either"
             )
+        for key in ("max_logprobs", "routed_experts", "sampling_mask_top_k"):
+            if getattr(entry, key) != getattr(first, key):
+                raise ValueError(
+                    f"engine {entry.name} has {key} {getattr(entry, key)} and {first.name} {getattr(first, key)}:"
+                    " it must be equal, because a trajectory can continue on either"
+                )
         if entry.quantization != first.quantization:
             raise ValueError(
                 f"engine {entry.name} has quantization {entry.quantization} and {first.name} {first.quantization}:"

@@ -16,6 +16,7 @@ from agentloop.chat.call import CallKey, ChatModel
 from agentloop.errors import AgentLoopError, ModelNotFound, Overloaded
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer
+from agentloop.values.checks import MAX_TOP_LOGPROBS
 from agentloop.values.sampling import LogprobsMode
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
@@ -71,6 +72,8 @@ class Endpoint:
     users: ServedUsers | None = None
     takes_images: bool = False
     has_priority: bool = False  # an engine orders waiting requests by priority
+    has_routed_experts: bool = False
+    max_logprobs: int = MAX_TOP_LOGPROBS  # alternatives per token
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     # Adapter names that mean the served policy, oldest first.
     adapters: dict[str, None] = field(default_factory=dict)
@@ -91,6 +94,8 @@ class Endpoint:
             timeout_s=self.limits.timeout_s,
             takes_images=self.takes_images,
             has_priority=self.has_priority,
+            has_routed_experts=self.has_routed_experts,
+            max_logprobs=self.max_logprobs,
         )
 
     async def weight_version(self) -> int | None:

@@ -34,6 +34,7 @@ from agentloop.chat.scores import score_call, scores_of
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.rendering.renderer import off_loop
 from agentloop.types import SamplingParams, TokenScores
+from agentloop.values import codec
 from agentloop_servers.endpoint.calls import (
     adapter_of,
     answer_call,
@@ -52,7 +53,7 @@ from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys, authenticate, caller_of, names_session, require_user
 from agentloop_servers.http.guard import json_body, read_json_body, speaks
 from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, add_route, answered, errors
-from agentloop_servers.http.responses import json_response, unread_response
+from agentloop_servers.http.responses import json_response, long_response, unread_response
 from agentloop_servers.http.sse import DONE, sse
 
 AskedCompletion = Annotated[CompletionBody, Depends(json_body(CompletionBody, read_body))]
@@ -292,7 +293,8 @@ class CallRoutes:
         found = await score_calls(request, self._endpoint, self._token_calls, asked, param="prompts")
         if found is None:
             return unread_response()
-        return await json_of_replies(found, lambda: list(map(scores_of, found)))
+        scores = list(map(scores_of, found))
+        return await long_response(request, lambda: codec.encode(scores), lambda: scores)
 
     async def render(self, request: Request) -> Response:
         """The prompt that a chat completion would be sampled from. Nothing is sampled or recorded.

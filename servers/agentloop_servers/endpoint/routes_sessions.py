@@ -268,5 +268,5 @@ def _line(record: SessionRecord) -> SessionLine:
 async def _written(request: Request, trajectory: Trajectory) -> Response:
     trajectory = as_its_users(trajectory)
     return await long_response(
-        request, lambda: encode_trajectories([trajectory]), lambda: codec.to_builtins([trajectory])
+        request, lambda: encode_trajectories([trajectory]), lambda: codec.to_builtins([trajectory.without_aux])
     )

@@ -72,7 +72,7 @@ class TokenLabels:
     def page(self, found: AnnotatedRecord) -> RecordPage:
         """Return a record with its tokens' texts. Without the tokenizer the texts are empty and the page says why.
         Blocks."""
-        record = codec.decode(found.data, Trajectory)
+        record = codec.decode(found.data, Trajectory).without_aux
         if self._tokenizer is None:
             file = next(filter(Path.is_file, self._files), None)
             if file is None:

@@ -400,7 +400,7 @@ class RolloutRoutes:
 
 
 def _page_json(page: Page) -> dict[str, Any]:
-    records = map(as_its_users, page.trajectories)
+    records = (as_its_users(record).without_aux for record in page.trajectories)
     return {**codec.to_builtins(replace(page, trajectories=tuple(records))), "status": rollout_status(page.status)}
 
 

@@ -27,7 +27,8 @@ def check_model(config: ServiceConfig) -> None:
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
     """Raise InvalidRequest for a missing `environment.py_executable`, or for options that the model does not allow.
 
-    These are `expert_parallel` for a dense model, and `quantization` for a mixture of experts on CPU.
+    These are `expert_parallel` and `routed_experts` for a dense model, and `quantization` for a mixture of experts
+    on CPU.
     """
     python = None if entry.environment is None else entry.environment.py_executable
     if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would retry endlessly
@@ -35,11 +36,13 @@ def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
             f"engine {entry.name}: the command {python} of environment.py_executable does not exist",
             param="engines.environment",
         )
-    if entry.expert_parallel and not model_sizes(config).has_experts:
-        raise InvalidRequest(
-            f"engine {entry.name}: expert_parallel requires a mixture of experts, but {config.model} is dense",
-            param="engine.expert_parallel",
-        )
+    for key in ("expert_parallel", "routed_experts"):
+        is_on = getattr(entry, key) and entry.kind != "simulated"  # a simulated engine has no model
+        if is_on and not model_sizes(config).has_experts:
+            raise InvalidRequest(
+                f"engine {entry.name}: {key} requires a mixture of experts, but {config.model} is dense",
+                param=f"engine.{key}",
+            )
     if entry.quantization is not None and entry.device == "cpu" and model_sizes(config).has_experts:
         raise InvalidRequest(
             f"engine {entry.name}: quantized experts have no kernel on device cpu: remove quantization",

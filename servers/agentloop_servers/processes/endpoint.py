@@ -20,7 +20,7 @@ from agentloop_servers.config.service import ServiceConfig, model_sizes
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
-from agentloop_servers.processes.engine_parts import can_constrain, has_priority, takes_images
+from agentloop_servers.processes.engine_parts import can_constrain, has_priority, max_logprobs, takes_images
 from agentloop_servers.processes.shared import engine_traces
 from agentloop_servers.replica.client import EngineClients
 
@@ -39,6 +39,8 @@ def session_parts(
         reader=TurnReader(chat.renderer, chat.parser, chat.name),
         parser=chat.parser,
         kv_policy=config.kv_policy,
+        max_logprobs=max_logprobs(config),
+        default_top_k=config.entries[0].sampling_mask_top_k or 0,  # equal in all engine pools
         max_context_tokens=facts.max_context_tokens,
         vocab_size=facts.vocab_size,
         can_constrain=can_constrain(config),
@@ -94,6 +96,8 @@ def build_endpoint(
         logprobs_mode=LogprobsMode(config.entries[0].logprobs_mode),  # equal in all engine pools
         takes_images=takes_images(config),
         has_priority=has_priority(config),
+        has_routed_experts=config.entries[0].routed_experts,
+        max_logprobs=max_logprobs(config),
         by_name=None if config.max_loras is None else coordinator.adapters,
     )
     return sessions, endpoint

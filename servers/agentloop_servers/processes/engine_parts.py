@@ -65,6 +65,9 @@ def build_engine(
             max_loras=entry.max_loras,
             model=str(model) if has_weights and entry.load_format == "auto" else "",
             pace=ReportPace(entry.report_interval_s, entry.report_tokens),
+            routed_experts=entry.routed_experts,
+            sampling_mask=entry.sampling_mask_top_k is not None,
+            max_logprobs=max_logprobs(config),
         ),
         weight_source=_pushed_weights(config, entry) if config.allows_push else None,
         read_folder=cast(Callable[[str], ReadFolder], resolve(FOLDER_READER, param="mode"))(str(model)),
@@ -99,6 +102,12 @@ def can_constrain(config: ServiceConfig) -> bool:
     """Return True if any engine pool may support constraints. The coordinator places such requests by actual
     features."""
     return any(entry.kind != "simulated" for entry in config.entries)
+
+
+def max_logprobs(config: ServiceConfig) -> int:
+    """Return the number of alternatives per token that all engines return."""
+    limit = config.entries[0].max_logprobs  # equal in all engine pools
+    return model_sizes(config).vocab_size if limit == -1 else limit
 
 
 def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> VllmConfig:
@@ -146,6 +155,9 @@ def process_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
         "enforce_eager": entry.enforce_eager,
         "batch_invariant": entry.batch_invariant,
         "logprobs_mode": LogprobsMode(entry.logprobs_mode),
+        "max_logprobs": max_logprobs(config),
+        "routed_experts": entry.routed_experts,
+        "sampling_mask_top_k": entry.sampling_mask_top_k,
         "allow_untested": entry.allow_untested,
         "arguments": entry.arguments,
         "stage_timeout_s": entry.stage_timeout_s,

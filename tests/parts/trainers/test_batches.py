@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from agentloop.simulation.policy import routed_experts
 from agentloop.types import (
     FinishReason,
     Lineage,
@@ -18,6 +19,8 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 from agentloop_trainers.batches import NO_VERSION, count_group, group_rows
+from tests.support.records.samples import make_path as make_recorded_path
+from tests.support.records.samples import with_aux
 
 
 def make_path(num_prompt: int, mask: str, versions: str, **fields: object) -> TokenPath:
@@ -52,6 +55,20 @@ def make_trajectory(sample_index: int, reward: float | None, *paths: TokenPath, 
         reward=reward,
         **fields,  # type: ignore[arg-type]
     )
+
+
+def test_a_row_has_the_experts_and_the_masks_of_its_path() -> None:
+    path = with_aux(make_recorded_path())
+    (row,) = group_rows([make_trajectory(0, 1.0, path)])
+    assert row.routed_experts is not None
+    assert row.sampling_mask is not None
+    assert np.array_equal(row.routed_experts, routed_experts(row.input_ids.tolist(), 0, 17).table)
+    ids, ends = row.sampling_mask
+    assert ends.tolist() == [0] * 10 + [2, 4, 6, 6, 6, 8, 10, 12]
+    for place in np.flatnonzero(row.mask):
+        assert row.input_ids[place] in ids[ends[place - 1] : ends[place]]
+    (plain,) = group_rows([make_trajectory(0, 1.0, make_recorded_path())])
+    assert plain.routed_experts is plain.sampling_mask is None
 
 
 def test_a_row_is_prompt_and_response_with_each_token_s_version() -> None:

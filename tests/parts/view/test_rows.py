@@ -16,6 +16,7 @@ from agentloop import __version__
 from agentloop.api.facts import FactsQuery
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.images import Image, ImageSpan, shown
+from agentloop.simulation.policy import ROUTES_SHAPE
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import (
     Lineage,
@@ -36,7 +37,7 @@ from agentloop.values.sampling import (
     turn_sampling,
 )
 from agentloop_view.rows import ExportFormat, export
-from tests.support.records.samples import fill_store, make_group, make_path, make_trajectory
+from tests.support.records.samples import fill_store, make_group, make_path, make_trajectory, with_aux
 
 ISSUE_COLUMNS = [
     "task_id",
@@ -349,6 +350,28 @@ def test_a_row_says_the_distribution_of_every_turn_and_token(tmp_path: Path) -> 
     assert row["response_mask"] == [True] * 3 + [False] * 2 + [True] * 3
     assert np.isnan(row["raw_logprobs"][0])
     assert row["raw_logprobs"][3:] == [0, 0, -1, -2, -3]
+
+
+def test_auxiliary_rows_are_columns_of_parquet_and_not_of_json(tmp_path: Path) -> None:
+    store, path = tmp_path / "store.sqlite", with_aux(make_path())
+    fill_store(store, {"r": [make_group("a", 2)]}, [make_trajectory("a", paths=(path,)), make_trajectory("a", 1)])
+    for format in ("parquet", "hf"):
+        export(store, tmp_path / format, format)
+        file = tmp_path / format if format == "parquet" else tmp_path / format / "data" / "00000.parquet"
+        found = pq.read_table(file).sort_by("sample_index")
+        row, plain = found.to_pylist()
+        shape = row["routed_experts_shape"]
+        assert shape == [17, *ROUTES_SHAPE]
+        experts = np.array(row["routed_experts"], np.uint8).reshape(shape)
+        assert np.array_equal(experts, path.routed_experts)
+        assert row["sampling_mask_ends"] == [2, 4, 6, 6, 6, 8, 10, 12]
+        assert row["sampling_mask"] == [one for two in (100, 101, 102, 105, 106, 107) for one in (two, two + 1)]
+        names = [name for name in plain if name.startswith(("routed_experts", "sampling_mask"))]
+        assert {name: plain[name] for name in names} == dict.fromkeys(names)
+        assert len(names) == 4
+    export(store, tmp_path / "json", "jsonl")
+    for line in (tmp_path / "json").read_bytes().splitlines():
+        assert {orjson.loads(line)[name] for name in names} == {None}
 
 
 def test_constrained_tokens_leave_the_mask_where_asked_for_and_are_counted(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +28,7 @@ from agentloop.types import (
     TokenScores,
     VersionDemand,
 )
+from agentloop.values import codec
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from tests.contract.simulated_case import write_checkpoint
 from tests.support.endpoint.chat_service import RENDERER, SPEC, ChatService, chat_service
@@ -118,6 +119,82 @@ async def test_typed_errors(client: RolloutClient) -> None:
         await client.score([(5,) * SPEC.max_context_tokens])
     with pytest.raises(NotFound):
         await client.score([IDS], model="a judge")
+
+
+async def test_alternatives_are_bounded_by_the_engines_key(tmp_path: Path) -> None:
+    bodies: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("/score", {"prompts": [{"token_ids": [*IDS]}], "top_k": 4}, "top_k"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [*IDS], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 4}},
+            "sampling_params.prompt_logprobs",
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [*IDS], "sampling_params": {"max_tokens": 1, "logprobs": 4}},
+            "sampling_params.logprobs",
+        ),
+        ("/generate", {"input_ids": [*IDS], "return_logprob": True, "top_logprobs_num": 4}, "top_logprobs_num"),
+    )
+    (tmp_path / "three").mkdir()
+    (tmp_path / "more").mkdir()
+    async with chat_service(tmp_path / "three", spec=replace(SPEC, max_logprobs=3)) as service:
+        for path, body, param in bodies:
+            status, answer, _ = await service.call("POST", path, json=body)
+            assert (status, answer["error"]["param"]) == (400, param), answer
+            assert "engine.max_logprobs" in answer["error"]["message"]
+    async with chat_service(tmp_path / "more", spec=replace(SPEC, max_logprobs=256)) as service:
+        for path, body, _ in bodies:
+            await posted(service, path, body)
+        async with RolloutClient(service.url) as client:
+            [score] = await client.score([IDS], top_k=256)
+            assert [len(row) for row in score.top_logprobs] == [4] * 5, "the simulated engine has no more"
+
+
+async def test_a_long_sequence_is_scored_in_parts(client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tuple(range(5, 40))
+    whole = await client.score([ids, IDS, ids], start=[1, 2, 30], top_k=2)
+    sizes: list[int] = []
+    score = TokenCalls.score
+
+    async def counted(calls: TokenCalls, chat_call: ChatCall, *rest: Any, **options: Any) -> Generation:
+        sizes.append(len(chat_call.prompt_ids or ()) - (chat_call.sampling.score_from or 0))
+        return await score(calls, chat_call, *rest, **options)
+
+    monkeypatch.setattr(TokenCalls, "score", counted)
+    monkeypatch.setattr("agentloop.client.client.MAX_SCORES", 24)
+    assert await client.score([ids, IDS, ids], start=[1, 2, 30], top_k=2) == whole
+    assert sorted(sizes) == [2, 4, 5, 8, 8, 8, 8]
+
+
+async def test_the_parts_of_a_sequence_have_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update between two parts: all parts are scored again, under the new version."""
+    monkeypatch.setattr("agentloop.client.client.MAX_SCORES", 2)
+    async with chat_service(tmp_path) as service, RolloutClient(service.url) as client:
+        engine, score, num_scored = service.engine, TokenCalls.score, 0
+
+        async def updating(calls: TokenCalls, chat_call: ChatCall, *rest: Any, **options: Any) -> Generation:
+            nonlocal num_scored
+            num_scored += 1
+            if num_scored == 2:
+                await engine.stage(WeightUpdate(1, write_checkpoint(tmp_path / "v1")))
+                await engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+                await engine.commit(1)
+                await engine.resume()
+            return await score(calls, chat_call, *rest, **options)
+
+        monkeypatch.setattr(TokenCalls, "score", updating)
+        [found] = await client.score([IDS])
+        monkeypatch.setattr(TokenCalls, "score", score)
+        monkeypatch.setattr("agentloop.client.client.MAX_SCORES", 100)
+        assert [found] == await client.score([IDS])
+        assert (found.weight_version, num_scored) == (1, 6)
+
+
+async def test_scores_in_json_and_in_binary_form_are_equal(service: ChatService, client: RolloutClient) -> None:
+    [binary] = await client.score([IDS], top_k=3)
+    shown = await posted(service, "/score", {"prompts": [{"token_ids": [*IDS]}], "top_k": 3})
+    assert codec.from_builtins(shown, list[TokenScores]) == [binary]
 
 
 async def test_a_score_is_of_the_version_that_is_demanded(tmp_path: Path) -> None:

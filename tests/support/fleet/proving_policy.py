@@ -44,6 +44,12 @@ def logprobs_of(token_ids: Sequence[int], start: int, end: int, version: int, ad
     return found
 
 
+def kept_with(token_id: int) -> tuple[int, ...]:
+    """Return the ids, ascending, from which a token was sampled: their number and values depend on the token."""
+    others = (token_id * 7 + place * 13 for place in range(1, 2 + token_id % 3))
+    return tuple(sorted({token_id, *(one % RENDERER.vocab_size for one in others)}))
+
+
 class _Stream:
     __slots__ = ("_num_sampled", "_reader", "_reply")
 
@@ -63,7 +69,8 @@ class _Stream:
     def alternatives(
         self, state: int, weight_version: int, *, is_raw: bool = False
     ) -> tuple[tuple[int, float], ...]:
-        raise NotImplementedError("nobody asks for alternatives here")
+        token_id = self._reply[self._num_sampled] if self._num_sampled < len(self._reply) else _STOP
+        return tuple((one, 0.0) for one in kept_with(token_id))
 
     def raw_logprob(self, state: int, weight_version: int, token_id: int) -> float:
         return _logprob(state, weight_version, token_id)

@@ -186,7 +186,8 @@ class WholeWorld(World):
             self.start_worker()
 
     def spec(self, version: int | None) -> SimulatedSpec:
-        return SimulatedSpec(RENDERER.vocab_size, 2048, 32, 200, 8, LATENCY, initial_version=version)
+        spec = SimulatedSpec(RENDERER.vocab_size, 2048, 32, 200, 8, LATENCY, initial_version=version)
+        return replace(spec, routed_experts=True, sampling_mask=True)
 
     def open_store(self) -> TrajectoryStore:
         if self._num_coordinators > 1:
@@ -697,7 +698,9 @@ class WholeWorld(World):
         process.stall.until = self.clock.now() + self.rng.choice((0.5, 3.0, 8.0))
 
     async def _malform(self, process: Process) -> None:
-        process.engine.faults.malformed.append(self.rng.choice(tuple(Malformation)))
+        kinds = tuple(Malformation)
+        # The schedules that found faults are older than auxiliary rows.
+        process.engine.faults.malformed.append(self.rng.choice(kinds if self.has_words else kinds[:6]))
 
     async def _kill_worker(self, process: Process) -> None:
         if not self.workers:

@@ -11,6 +11,7 @@ import numpy as np
 
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.observability.metrics import Labels, MetricsTally
+from agentloop.simulation.policy import routed_experts
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import (
     FinishReason,
@@ -30,6 +31,7 @@ from agentloop.types import (
     TurnTimes,
     WeightVersionSpan,
 )
+from agentloop.values.aux_rows import AuxKind, ragged
 
 
 def make_task(task_id: str = "task-1") -> RolloutTask:
@@ -56,6 +58,18 @@ def make_path(spans: tuple[tuple[int, int, int], ...] = ((0, 0, 3), (0, 5, 8))) 
             Turn(15, 5, 8, FinishReason.STOP, "replica-0", 8, "1", times=TurnTimes(500, 700, 900)),
         ),
     )
+
+
+def with_aux(path: TokenPath) -> TokenPath:
+    """Return the path with auxiliary rows: simulated experts, and masks of each sampled id and the next one."""
+    ids, num_prompt, known = [*path.prompt_ids.tolist(), *path.response_ids.tolist()], len(path.prompt_ids), 0
+    experts, masks = [], []
+    for turn in path.turns:
+        first, end = num_prompt + turn.start, num_prompt + turn.end
+        experts.append(routed_experts(ids, max(known - 1, 0), end - 1).packed())
+        masks.append(ragged(first, [(one, one + 1) for one in ids[first:end]]).packed())
+        known = end
+    return replace(path, aux={AuxKind.ROUTED_EXPERTS: tuple(experts), AuxKind.SAMPLING_MASK: tuple(masks)})
 
 
 def interleaved_paths() -> tuple[TokenPath, TokenPath]:

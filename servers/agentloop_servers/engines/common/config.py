@@ -47,6 +47,9 @@ class ProcessEngineConfig:
     commit_timeout_s: float = 300.0
     stage_timeout_s: float = 600.0  # for a push, from the connection to the last byte
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    max_logprobs: int = 20  # maximum number of alternatives per token
+    routed_experts: bool = False  # return the experts that routed each token
+    sampling_mask_top_k: int | None = None  # return the kept ids; `top_k` of requests without one; None: do not
     allow_untested: bool = False  # start engine versions newer than the tested ones
     arguments: Mapping[str, JSON] = field(default_factory=dict)  # additional arguments, by the engine's own names
     traces_url: str | None = None  # OTLP/HTTP receiver for the engine's own spans; None: no spans

@@ -177,7 +177,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         raise UnsupportedParameter(f"this engine ({self.info.name}) does not support images", param="images")
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        reported = SampledTokens(self._config.logprobs_mode)
+        reported = self._no_tokens(request)
         with self._registered(request) as call:
 
             def tokens_from(start: int) -> Delta:
@@ -187,7 +187,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             with self._watched(request, on_progress, tokens_from, partial(self.abort, request.request_id)) as watch:
                 async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
                     output = await watch.in_time(anext(outputs, None))
-        return watch.finished(self.finished(call, output, SampledTokens(self._config.logprobs_mode)))
+        return watch.finished(self.finished(call, output, self._no_tokens(request)))
 
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
@@ -206,7 +206,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Stream a request that has one output at its end: poll its tokens until then."""
-        polled, num_sent = SampledTokens(self._config.logprobs_mode), 0
+        polled, num_sent = self._no_tokens(request), 0
         with self._registered(request) as call, self._watched(request, on_progress) as watch:
             ending = asyncio.create_task(self._last_output(call), name="streamed request")
             try:
@@ -224,7 +224,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             finally:
                 ending.cancel()
                 await asyncio.gather(ending, return_exceptions=True)  # the cancelled task aborts the request
-        sampled = SampledTokens(self._config.logprobs_mode)
+        sampled = self._no_tokens(request)
         generation = self.finished(call, output, sampled)
         if len(sampled) > num_sent:
             yield sampled.since(num_sent)
@@ -238,7 +238,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Stream a request with one delta for each output of the process."""
-        sampled, num_sent, output = SampledTokens(self._config.logprobs_mode), 0, None
+        sampled, num_sent, output = self._no_tokens(request), 0, None
         with self._registered(request) as call, self._watched(request, on_progress) as watch:
             async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:
                 while True:
@@ -251,6 +251,9 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                     delta, num_sent = sampled.since(num_sent), len(sampled)
                     yield delta
         yield watch.finished(self.finished(call, output, sampled))
+
+    def _no_tokens(self, request: GenerateRequest) -> SampledTokens:
+        return SampledTokens(self._config.logprobs_mode, len(request.token_ids))
 
     async def abort(self, request_id: str) -> None:
         await self._calls.abort(self._calls.find(request_id))
@@ -393,7 +396,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         call = Call(request)
         async with contextlib.aclosing(self.admitted(call, None, is_streamed=False)) as outputs:
             output = await anext(outputs, None)
-            return self.finished(call, output, SampledTokens(self._config.logprobs_mode))
+            return self.finished(call, output, self._no_tokens(request))
 
     async def _refuse(self) -> None:
         """Refuse the new weights: end all requests, freeze the process, and drop all KV."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from agentloop.errors import (
     AgentLoopError,
@@ -23,11 +26,13 @@ from agentloop.types import (
     FinishReason,
     GenerateRequest,
     Generation,
+    IntArray,
     Load,
     SamplingParams,
     TopLogprobs,
     WeightVersionSpan,
 )
+from agentloop.values.aux_rows import AuxKind, AuxRows, ragged
 from agentloop.values.checks import LOGPROB_SENTINEL, MAX_BIAS
 from agentloop.values.sampled_tokens import SampledTokens
 from agentloop.values.sampling import LogprobsMode
@@ -64,20 +69,85 @@ def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: in
     sampled.extend(token_ids, [flat.logprobs[start] for start in starts], tops, raw_logprobs)
 
 
+def add_aux(sampled: SampledTokens, request: GenerateRequest, completion: Any) -> None:
+    """Append the auxiliary rows of a CompletionOutput, whose tokens `sampled` has.
+
+    Its sampling mask belongs to the output's tokens, its routed experts to the complete request.
+    """
+    aux: dict[AuxKind, AuxRows] = {}
+    if completion.routed_experts is not None:
+        aux[AuxKind.ROUTED_EXPERTS] = _routes(request.routes_from, completion.routed_experts)
+    if completion.sampling_mask is not None:
+        rows = completion.sampling_mask.token_ids
+        aux[AuxKind.SAMPLING_MASK] = ragged(sampled.num_prompt + len(sampled) - len(rows), rows)
+    if aux:
+        sampled.add_aux(aux)
+
+
+def add_routes_so_far(sampled: SampledTokens, request: GenerateRequest, state: Any, num_had: int) -> None:
+    """Append the routed experts of the tokens after the first `num_had` from vLLM's internal request state.
+
+    vLLM outputs them only at the end.
+    """
+    if state.routed_experts_chunks and len(sampled) > num_had:
+        start = sampled.num_prompt + num_had - 1 if num_had else request.routes_from
+        num_rows = sampled.num_prompt + len(sampled) - 1 - start
+        chunks, part = _last_chunks(state, sampled, state.routed_experts_chunks, num_rows)
+        sampled.add_aux({AuxKind.ROUTED_EXPERTS: _routes(start, np.concatenate(chunks)[part])})
+
+
+def _add_masks_so_far(sampled: SampledTokens, state: Any, num_had: int) -> None:
+    if state.sampling_mask_chunks and len(sampled) > num_had:
+        found = [_mask_rows(chunk) for chunk in state.sampling_mask_chunks[num_had - len(sampled) :]]
+        chunks, part = _last_chunks(state, sampled, found, len(sampled) - num_had)
+        rows = [row for chunk in chunks for row in chunk][part]
+        sampled.add_aux({AuxKind.SAMPLING_MASK: ragged(sampled.num_prompt + num_had, rows)})
+
+
+def _mask_rows(chunk: Any) -> list[IntArray]:
+    return [chunk.token_ids] if chunk.offsets is None else np.split(chunk.token_ids, chunk.offsets[1:-1])
+
+
+def _last_chunks(
+    state: Any, sampled: SampledTokens, chunks: Sequence[Any], num_rows: int
+) -> tuple[list[Any], slice]:
+    """Return the chunks with the last `num_rows` rows before those of tokens that `sampled` does not have yet, and
+    the place of these rows in the chunks. vLLM appends a chunk per step."""
+    num_ahead = state.detokenizer.num_output_tokens() - len(sampled)
+    found, num_found = list[Any](), 0
+    for chunk in reversed(chunks):
+        if num_found >= num_ahead + num_rows:
+            break
+        found.append(chunk)
+        num_found += len(chunk)
+    first = num_found - num_ahead - num_rows
+    if first < 0:
+        raise MalformedEngineResponse(f"vLLM has {num_found} auxiliary rows of {num_ahead + num_rows}")
+    return found[::-1], slice(first, first + num_rows)
+
+
+def _routes(start: int, experts: Any) -> AuxRows:
+    """Return vLLM's array `[rows, layers, experts per token]` as the rows of the positions from `start` on."""
+    if experts.ndim != 3:
+        raise MalformedEngineResponse(f"vLLM returned routed experts of shape {experts.shape}, not of 3 dimensions")
+    return AuxRows(start, experts.ravel(), experts.shape[1:])
+
+
 def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest, version: int | None = None) -> None:
     """Append the tokens of a running request that `sampled` does not have yet, with their versions.
 
     Append nothing if the request has ended. The tokens are read from vLLM's internal request state, because vLLM
     outputs them only at the end.
     """
-    processor, start = llm.output_processor, len(sampled)
-    for internal_id in processor.external_req_ids.get(request.request_id, ()):
-        state = processor.request_states[internal_id]
+    start = len(sampled)
+    for state in states_of(llm, request.request_id):
         token_ids = state.detokenizer.output_token_ids[start:]
         if token_ids:
             new = SimpleNamespace(token_ids=token_ids, logprobs=state.logprobs_processor.logprobs[start:])
             add_completion(sampled, new, request.sampling.num_top_logprobs)
             stamp(sampled, spans_from_starts(state.weight_version_starts, len(sampled), version))
+            add_routes_so_far(sampled, request, state, start)
+            _add_masks_so_far(sampled, state, start)
 
 
 def _alternatives(
@@ -119,6 +189,7 @@ def sampling_params(
     eos_token_id: int | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED,
     can_bias: bool = True,
+    routes_from: int = 0,
 ) -> Any:
     """Convert to vLLM's SamplingParams, which stop at `stop_token_ids` only. `eos_token_id` is the tokenizer's.
 
@@ -161,20 +232,23 @@ def sampling_params(
         detokenize=False,
         # One final output costs the front end about half as much as a stream of deltas.
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
+        routed_experts_prompt_start=routes_from,
     )
 
 
-def scoring_params(sampling: SamplingParams, *, reads_cache: bool) -> Any:
+def scoring_params(sampling: SamplingParams, *, reads_cache: bool, is_greedy: bool = True) -> Any:
     """Make vLLM's SamplingParams to score a prompt by its plain log-softmax. The one sampled token is discarded.
 
-    With `reads_cache`, tokens that are in the prefix cache are not scored.
+    With `reads_cache`, tokens that are in the prefix cache are not scored. An engine that returns sampling masks
+    refuses greedy sampling.
     """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
     return VllmSamplingParams(
         max_tokens=1,
-        temperature=0.0,
+        temperature=0.0 if is_greedy else 1.0,
+        top_k=0 if is_greedy else 1,
         ignore_eos=True,
         prompt_logprobs=sampling.num_top_logprobs,
         skip_reading_prefix_cache=not reads_cache,
@@ -248,18 +322,23 @@ def spans_so_far(
     """
     if output.finished:
         return final_spans(output.outputs[0], version)
-    processor = llm.output_processor
-    for internal_id in processor.external_req_ids.get(request_id, ()):
-        starts = processor.request_states[internal_id].weight_version_starts
+    for state in states_of(llm, request_id):
+        starts = state.weight_version_starts
         return spans_from_starts([pair for pair in starts if pair[1] < num_tokens], num_tokens, version)
     return None
 
 
+def states_of(llm: Any, request_id: str) -> list[Any]:
+    """Return vLLM's internal state of a request; empty if the request has ended."""
+    processor = llm.output_processor
+    states = (processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ()))
+    return [state for state in states if state is not None]
+
+
 def is_unbegun(llm: Any, request_id: str) -> bool:
     """Return True if vLLM has a request and has not output a token of it."""
-    processor = llm.output_processor
-    states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
-    return bool(states) and all(state is not None and state.is_prefilling for state in states)
+    states = states_of(llm, request_id)
+    return bool(states) and all(state.is_prefilling for state in states)
 
 
 def add_scores(sampled: SampledTokens, request: GenerateRequest, output: Any, version: int | None = None) -> None:

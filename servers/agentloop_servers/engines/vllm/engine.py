@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from agentloop.engine.interface import Adapter, EngineInfo, StageReport
-from agentloop.errors import AgentLoopError, EngineLost
+from agentloop.errors import AgentLoopError, EngineLost, MalformedEngineResponse
 from agentloop.images import Image, ImageTokens
 from agentloop.types import GenerateRequest, Generation
 from agentloop.values.capabilities import Feature
@@ -96,23 +96,28 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         )
         if request.sampling.score_from is not None:
             return self._scores(request, generate)
+        sampling, top_k = request.sampling, self._config.sampling_mask_top_k
+        if top_k is not None and not sampling.top_k:  # a probe: other requests have the service's `top_k`
+            sampling = replace(sampling, top_k=top_k)
         params = values.sampling_params(
-            request.sampling,
+            sampling,
             room_tokens(request, self.info),
             is_streamed=is_streamed,
             eos_token_id=self._process.eos_token_id,
             logprobs_mode=self._config.logprobs_mode,
             can_bias=Feature.LOGIT_BIAS in self.info.features,
+            routes_from=request.routes_from,
         )
         outputs: AsyncGenerator[Any, None] = generate(params)
         return outputs
 
     async def _scores(self, request: GenerateRequest, generate: Callable[..., Any]) -> AsyncGenerator[Any, None]:
         """Score a prompt with the prefix cache, or without it if the cache contains tokens that must be scored."""
-        sampling, start = request.sampling, request.sampling.score_from or 0
-        outputs = [output async for output in generate(values.scoring_params(sampling, reads_cache=True))]
+        start, is_greedy = request.sampling.score_from or 0, Feature.GREEDY in self.info.features
+        params = partial(values.scoring_params, request.sampling, is_greedy=is_greedy)
+        outputs = [output async for output in generate(params(reads_cache=True))]
         if outputs and (outputs[-1].num_cached_tokens or 0) >= start:
-            outputs = [output async for output in generate(values.scoring_params(sampling, reads_cache=False))]
+            outputs = [output async for output in generate(params(reads_cache=False))]
         for output in outputs:
             yield output
 
@@ -120,8 +125,12 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         values.add_so_far(sampled, self._process.llm, call.request, call.adapter_version)
 
     def add_piece(self, sampled: SampledTokens, call: Call, output: Any) -> bool:
-        request = call.request
+        request, num_had = call.request, len(sampled)
         values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
+        values.add_aux(sampled, request, output.outputs[0])
+        if self._config.routed_experts:
+            for state in values.states_of(self._process.llm, request.request_id):
+                values.add_routes_so_far(sampled, request, state, num_had)
         spans = values.spans_so_far(
             self._process.llm, request.request_id, output, len(sampled), call.adapter_version
         )
@@ -135,9 +144,22 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
             sampled = SampledTokens(LogprobsMode.RAW)
             if output is not None:
                 values.add_scores(sampled, request, output, call.adapter_version)
-        elif output is not None and not sampled.token_ids:
-            values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
+        elif output is not None:
+            if not sampled.token_ids:
+                values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
+            self._add_aux(sampled, request, output.outputs[0])
         return values.to_generation(request, output, sampled, self.load(), call.adapter_version)
+
+    def _add_aux(self, sampled: SampledTokens, request: GenerateRequest, completion: Any) -> None:
+        """Append the auxiliary rows of a request's last output. Raises MalformedEngineResponse if it lacks rows."""
+        wanted = {
+            "routed experts": (self._config.routed_experts, completion.routed_experts),
+            "a sampling mask": (self._config.sampling_mask_top_k is not None, completion.sampling_mask),
+        }
+        for name, (is_on, rows) in wanted.items():
+            if is_on and rows is None and completion.token_ids:
+                raise MalformedEngineResponse(f"vLLM returned tokens without {name}")
+        values.add_aux(sampled, request, completion)
 
     def translated(self, error: Exception) -> AgentLoopError:
         return values.translate(error)

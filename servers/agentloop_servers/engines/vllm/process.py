@@ -285,6 +285,7 @@ class VllmProcess:
             max_loras=self._config.max_loras,
             logprobs_mode=self._config.logprobs_mode,
             quantization=self._config.quantization or "",
+            max_logprobs=self._config.max_logprobs,
         )
 
     def _construct(self) -> Any:

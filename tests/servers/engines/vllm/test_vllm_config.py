@@ -17,7 +17,7 @@ from agentloop.errors import UnsupportedParameter
 from agentloop.images import MAX_IMAGES
 from agentloop.types import Constraint, ConstraintKind, SamplingParams
 from agentloop.values import codec
-from agentloop.values.capabilities import CONSTRAINTS, NOT_SPECULATIVE
+from agentloop.values.capabilities import CONSTRAINTS, NOT_SPECULATIVE, Feature
 from agentloop_servers.config.service import ServiceConfig
 from agentloop_servers.engines.vllm.config import (
     HostShare,
@@ -65,6 +65,7 @@ ALWAYS = {
     "use_tqdm_on_load": False,
     "disable_log_stats": True,
     "enable_log_requests": False,
+    "max_logprobs": 20,
 }
 CUDA = ALWAYS | {
     "gpu_memory_utilization": 0.9,
@@ -80,6 +81,11 @@ ALWAYS_DRAFTS = {"num_tokens": 3, "max_running": 64}
 CASES = {
     "standalone": ({"mode": "standalone"}, CUDA),
     "debug": ({"mode": "debug"}, CUDA),
+    "experts and masks": (
+        {"engine": {"routed_experts": True, "sampling_mask_top_k": 64}},
+        CUDA | {"enable_return_routed_experts": True, "return_sampling_mask": True},
+    ),
+    "alternatives": ({"engine": {"max_logprobs": 256, "logprobs_mode": "both"}}, CUDA | {"max_logprobs": 257}),
     "hybrid": ({"mode": "hybrid"}, CUDA | {"enable_sleep_mode": True}),
     "colocated": ({"mode": "colocated"}, CUDA | {"enable_sleep_mode": True}),
     "tensor parallel": (
@@ -251,6 +257,17 @@ def test_the_mode_in_which_batches_do_not_matter_is_vllm_s_own(wanted, monkeypat
     os.environ.pop("VLLM_BATCH_INVARIANT", None)
     prepare_environment(configured({"engine": {"batch_invariant": wanted}}))
     assert os.environ.get("VLLM_BATCH_INVARIANT") == ("1" if wanted else None)
+
+
+@pytest.mark.parametrize("key", [{"routed_experts": True}, {"sampling_mask_top_k": 64}, {}])
+def test_experts_and_masks_need_the_second_model_runner_and_masks_an_engine_without_greedy_sampling(
+    key, monkeypatch
+):
+    monkeypatch.setattr(os, "environ", {})
+    config = configured({"engine": key})
+    prepare_environment(config)
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == ("1" if key else None)
+    assert (Feature.GREEDY in config.features) == ("sampling_mask_top_k" not in key)
 
 
 def test_a_model_with_vision_has_bounds_and_no_cache_of_processed_images(tmp_path):
