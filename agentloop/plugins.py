@@ -70,7 +70,7 @@ def resolve(path: str, *, param: str) -> object:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InvalidRequest(
-            f"cannot import {path!r}: no module named {error.name!r}; install it, or check the path and PYTHONPATH",
+            f"cannot import {path!r}: no module named {error.name!r}",
             param=param,
         ) from error
     except _FAILURES as error:  # the module's own code failed or, in a script, called exit

@@ -169,7 +169,7 @@ class McpTools:
         if missing := [name for name in self._names or () if name not in by_name]:
             self.stop()
             raise InvalidRequest(
-                f"MCP server {self.label!r} has no tool {missing[0]!r}: name one that it lists", param="tools"
+                f"MCP server {self.label!r} has no tool {missing[0]!r}: name a tool of its list", param="tools"
             )
         wanted = [by_name[name] for name in self._names] if self._names is not None else listed
         return [McpTool(self, tool, self._spec(tool)) for tool in wanted]
