@@ -74,4 +74,4 @@ async def test_an_image_that_cannot_be_shown_ends_the_trajectory(renderer, takes
     record = await rolled_out(engine, task(*brought), renderer, takes_images=takes_images)
     assert record.stop_reason is StopReason.LOOP_FAILED
     assert not record.is_complete
-    assert ("did not come" if takes_images else "takes no images") in record.error
+    assert ("was not uploaded" if takes_images else "takes no images") in record.error

@@ -80,7 +80,8 @@ def test_what_a_request_asks_for():
         min_tokens=1,
         num_top_logprobs=1,
     )
-    assert frozenset(features_of(features_asked(everything))) == SAMPLING
+    assert frozenset(features_of(features_asked(everything))) == SAMPLING - {Feature.GREEDY}
+    assert features_of(features_asked(SamplingParams(10, temperature=0.0))) == (Feature.GREEDY,)
 
 
 def test_one_that_does_not_say_can_do_all():

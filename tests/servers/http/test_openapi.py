@@ -53,7 +53,7 @@ RULES = {
     r"expected world_size|is below min_version",
     "what no schema says of an image or of a 32-bit float": r"data URL|an image (is|must be) a|"
     r"takes no images|does not accept images|is not finite|finite 32-bit",
-    "the model's bounds": r"leaves no room|outside \[0|context",
+    "the model's bounds": r"leaves no room|outside \[0|context|the limit is engine",
     "what is not implemented": r"not supported|images are not fetched|only text is answered|"
     r"one prompt|can(not)? be continued|not edited|engine cannot|broadcast is not taken|does not support|"
     r"requires scores of the prompt|cannot be (recorded|streamed)|completely",
