@@ -69,10 +69,7 @@ def resolve(path: str, *, param: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise InvalidRequest(
-            f"cannot import {path!r}: no module named {error.name!r}",
-            param=param,
-        ) from error
+        raise InvalidRequest(f"cannot import {path!r}: no module named {error.name!r}", param=param) from error
     except _FAILURES as error:  # the module's own code failed or, in a script, called exit
         raise InvalidRequest(f"cannot import {path!r}: {error_line(error)}", param=param) from error
     try:

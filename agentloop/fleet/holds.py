@@ -27,7 +27,7 @@ _UNKNOWN = "it is unknown; a restart of the coordinator ends all holds"
 @dataclass(slots=True)
 class _Hold:
     version: int
-    replica_ids: frozenset[str]  # at its beginning; some may be lost since
+    replica_ids: frozenset[str]  # the replicas at its start; some may be lost since
     num_present: int
     ends_at: float
     renewed_until: float

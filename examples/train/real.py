@@ -59,10 +59,10 @@ class Run:
         self.options, self.run_dir, self.client, self.console = options, run_dir, client, console
         self.log = log_of(options.log, run_dir, console)
         self.held_out, self.tasks = tasks_of_run(options)
-        self.saved_at, self.num_steps = time.monotonic(), 0  # finished steps
+        self.saved_at = time.monotonic()
 
-    async def evaluated(self, name: str, priority: int) -> Evaluation:
-        """Evaluate the served policy on the held-out tasks, unless an earlier process has."""
+    async def evaluated(self, name: str, priority: int, num_steps: int) -> Evaluation:
+        """Evaluate the policy after `num_steps` steps on the held-out tasks, unless an earlier process has."""
         folder = self.run_dir / "evaluations" / name
         if (folder / FILE_NAME).exists():
             return Evaluation.load(folder)
@@ -73,8 +73,7 @@ class Run:
         if name == "before" and not figures.num_mixed:
             self.say("hint     no task has passed and failed samples, so groups have no signal: try --shots 3")
         if figures.pass_at_1 is not None:
-            step = int(name.rpartition("-")[2]) if "-" in name else self.num_steps
-            self.log(step, {"held_out/pass_at_1": figures.pass_at_1.mean})
+            self.log(num_steps, {"held_out/pass_at_1": figures.pass_at_1.mean})
         return found
 
     async def train(self, model: torch.nn.Module, recipe: Recipe, progress: Progress) -> list[Step]:
@@ -90,22 +89,20 @@ class Run:
             version = f"version {training.version}{', pushed' * is_pushed}"
             self.say(f"resume   after step {len(training.steps)} as {version}")
         else:
-            await self.evaluated("before", FIRST_PRIORITY)
+            await self.evaluated("before", FIRST_PRIORITY, 0)
             training.position = BatchPosition(f"train-{self.run_dir.name}").encode()
             await self.save(model, training)
-        self.num_steps = len(training.steps)
         progress.advance(training.steps)
         async with asyncio.TaskGroup() as evaluations:
 
             async def after_step() -> None:
                 step, number = training.steps[-1], len(training.steps)
-                self.num_steps = number
                 self.log(number, numbers_of(step))
                 if time.monotonic() - self.saved_at >= self.options.checkpoint_every_s:
                     await self.save(model, training)
                 every = self.options.eval_every
                 if every and number % every == 0 and number < recipe.num_steps:
-                    evaluations.create_task(self.evaluated(f"step-{number}", PRIORITY))
+                    evaluations.create_task(self.evaluated(f"step-{number}", PRIORITY, number))
 
             steps = await train(
                 self.client, model, self.tasks, recipe, progress.step, training=training, after_step=after_step
@@ -167,7 +164,7 @@ async def learn(options: argparse.Namespace, config: ServiceConfig, run_dir: Pat
         started_at = time.monotonic()
         with Progress(console, recipe.num_steps) as progress:
             steps = await run.train(model, recipe, progress)
-            after = await run.evaluated("after", FIRST_PRIORITY)
+            after = await run.evaluated("after", FIRST_PRIORITY, len(steps))
     before = Evaluation.load(run_dir / "evaluations" / "before")
     for line in write_results(run_dir, options, steps, before, after, time.monotonic() - started_at):
         run.say(line)

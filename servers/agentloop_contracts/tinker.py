@@ -339,7 +339,8 @@ class TinkerRoutes:
         if not (body.prompt_logprobs or body.topk_prompt_logprobs):
             return call, None
         start, param = max(1, len(ids) - (body.prompt_logprobs_last_n or len(ids))), "prompt_logprobs"
-        score = score_call(ids, start, body.topk_prompt_logprobs, model, demand, param=param)
+        names = {"param": param, "top_param": "topk_prompt_logprobs"}
+        score = score_call(ids, start, body.topk_prompt_logprobs, model, demand, **names)
         if score is not None:
             check_num_scores([score], param)
         return call, score

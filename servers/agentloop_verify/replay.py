@@ -37,7 +37,6 @@ from agentloop.types import (
     GenerateRequest,
     Generation,
     IntArray,
-    KVPolicy,
     Lease,
     Message,
     PauseMode,
@@ -223,7 +222,7 @@ class Replay:
     max_context_tokens: int
     folders: Mapping[int, Path]  # checkpoints by weight version
     served: tuple[int, Path] | None  # version and checkpoint that the engine serves; None: dummy weights
-    kv_policy: KVPolicy
+    worker: WorkerConfig  # the settings of the service's workers
     tools: Sequence[Tool] = ()
     runs_tools: bool = False
     num_turns: int = field(default=0, init=False)
@@ -243,7 +242,7 @@ class Replay:
             renderer=chat.renderer,
             reader=TurnReader(chat.renderer, chat.parser, chat.name),
             toolbox=toolbox,
-            config=WorkerConfig(kv_policy=self.kv_policy),
+            config=self.worker,
             max_context_tokens=self.max_context_tokens,
             vocab_size=chat.renderer.vocab_size,
             placer=ImagePlacer(takes_images=False),
@@ -311,7 +310,7 @@ class Replay:
         wanted = version, self.folders[version]
         if wanted != self.served:
             await self.engine.stage(WeightUpdate(version, str(wanted[1])))
-            await self.engine.pause(PauseMode.KEEP, self.kv_policy)
+            await self.engine.pause(PauseMode.KEEP, self.worker.kv_policy)
             await self.engine.commit(version, resumes=True)
             self.served = wanted
 
@@ -385,7 +384,8 @@ class Replay:
 
         The turn is sampled once more, with alternatives: they have the recorded token's logprob now.
         """
-        sampling = replace(request.sampling, num_top_logprobs=MAX_TOP_LOGPROBS, max_tokens=place + 1)
+        num_top = min(MAX_TOP_LOGPROBS, self.engine.info.max_logprobs)
+        sampling = replace(request.sampling, num_top_logprobs=num_top, max_tokens=place + 1)
         again = await self.engine.generate(replace(request, request_id=f"{request.request_id}?", sampling=sampling))
         old = [int(token) for token in recorded.token_ids[place : place + 1]]
         decode = self.chat.renderer.decode

@@ -15,6 +15,7 @@ from agentloop.engine.interface import PublishedSource, WeightUpdate
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.observability.logs import configure_logging
 from agentloop.rollout.tool import load_tools
+from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.types import RolloutTask, Trajectory
@@ -149,7 +150,7 @@ async def _replayed(
             model_sizes(config).max_context_tokens,
             folders,
             None if entry.load_format == "dummy" else (config.model_version, model),
-            config.kv_policy,
+            WorkerConfig(kv_policy=config.kv_policy, default_top_k=config.default_top_k),
             load_tools(tool_names(config), config.tools),
             live_tools,
         )

@@ -1,6 +1,6 @@
 """Trajectories as ATIF 1.8 documents (Agent Trajectory Interchange Format, github.com/harbor-framework/harbor).
 
-A document is one token path. A path that compacts the main conversation is a file of its own, the continuation of
+A document is one token path. A path that compacts the main conversation is in a separate file, the continuation of
 the file before it. All other paths are embedded in the file of the path that they come from. Standard fields have
 the messages, ids and logprobs; `extra.agentloop` has the rest of the record, so that `read_atif` restores it.
 """

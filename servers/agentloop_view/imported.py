@@ -36,7 +36,7 @@ from agentloop.types import (
     shifted_spans,
 )
 from agentloop.values import codec
-from agentloop_servers.cli.bench import stored_run
+from agentloop_servers.cli.records import write_run
 from agentloop_servers.cli.terminal import PLAIN, Out, clear_errors
 from agentloop_view.atif import OWN, Document, PathFacts
 
@@ -61,7 +61,7 @@ def import_files(
         records = [*(read_conversations(path, lost) if path.suffix == ".jsonl" else read_atif(path, lost))]
         if not records:
             raise InvalidRequest(f"{path} has no trajectory: expected ATIF files (*.json)", param="path")
-        run_dir = asyncio.run(stored_run(records, out))
+        run_dir = asyncio.run(write_run(records, out))
     console = Console()
     console.print(f"{len(records)} trajectories in {run_dir}: agentloop view {run_dir}", **PLAIN)
     for name, count in sorted(lost.items()):

@@ -342,12 +342,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "task_id": trajectory.task_id,
             "group_id": trajectory.group_id,
             "sample_index": trajectory.sample_index,
-            "prompt_ids": path.prompt_ids,
-            "response_ids": path.response_ids,
-            "response_mask": path.response_mask,
-            "logprobs": path.logprobs,
-            "raw_logprobs": path.raw_logprobs,
-            "constrained": path.constrained,
+            **_tokens(path),
             "weight_versions": [_span(span) for span in path.weight_versions],
             "turns": [_turn(turn) for turn in path.turns],
             "messages": _openai_json(path.messages if trajectory.paths else trajectory.task_messages),
@@ -385,11 +380,23 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "thinking": trajectory.thinking.value,
             "failure": None if trajectory.failure is None else trajectory.failure.value,
             "constraints": dict(trajectory.constraints) if branch == 0 else {},
-            **{name: getattr(trajectory, name) for name in ("loop", "traceparent")},
+            "loop": trajectory.loop,
+            "traceparent": trajectory.traceparent,
             **_aux(path),
         }
         for branch, path in enumerate(paths)
     ]
+
+
+def _tokens(path: TokenPath) -> Row:
+    return {
+        "prompt_ids": path.prompt_ids,
+        "response_ids": path.response_ids,
+        "response_mask": path.response_mask,
+        "logprobs": path.logprobs,
+        "raw_logprobs": path.raw_logprobs,
+        "constrained": path.constrained,
+    }
 
 
 def _lineage(path: TokenPath) -> Row:

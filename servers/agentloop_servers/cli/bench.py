@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -13,18 +13,16 @@ import typer
 from rich.console import Console
 
 from agentloop import parts
-from agentloop.api.encoded_record import EncodedRecord
 from agentloop.errors import InvalidRequest
 from agentloop.observability.logs import configure_logging
 from agentloop.plugins import resolve
 from agentloop.rollout.environment import load_environment, tasks_of
 from agentloop.rollout.tool import Tool, load_tools
-from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
+from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.testing import ScriptedTurns, play, validate
 from agentloop.types import Message, RolloutTask, Trajectory
-from agentloop_servers.cli.records import record_lines, show_message
+from agentloop_servers.cli.records import record_lines, show_message, write_run
 from agentloop_servers.cli.terminal import clear_errors, find_modules_here, run_to_end, store_of
-from agentloop_servers.config.service import new_run_dir
 
 Named = Annotated[
     str,
@@ -72,7 +70,7 @@ def try_environment(
         async def played() -> list[Trajectory]:
             records = [await play_one(one, **_policy(policy, model, one)) for one in tasks]
             if out is not None:
-                console.print(f"written to {await stored_run(records, out)}")
+                console.print(f"written to {await write_run(records, out)}")
             return records
 
         records = run_to_end(played())
@@ -132,18 +130,6 @@ def new(
 def _begin(is_debug: bool) -> None:
     find_modules_here()
     configure_logging(None, level="debug", console_level="debug" if is_debug else "warning")
-
-
-async def stored_run(records: Sequence[Trajectory], out: Path) -> Path:
-    """Write records into a new run directory, and return it."""
-    run_dir = new_run_dir(out)
-    store = TrajectoryStore(run_dir / STORE_NAME)
-    try:
-        for record in records:
-            await store.record(EncodedRecord.of(record))
-    finally:
-        await store.close()
-    return run_dir
 
 
 def _policy(policy: str, model: str, task: RolloutTask) -> dict[str, Any]:

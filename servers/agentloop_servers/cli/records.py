@@ -1,9 +1,9 @@
-"""`agentloop show`: one record of a run. It needs no service."""
+"""`agentloop show`: one record of a run. Commands find and write records of runs here. Needs no service."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +14,15 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import MAX_LISTED, FactsQuery, ListOrder
 from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Home
-from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.types import Message, Trajectory, Turn
 from agentloop.values import codec
 from agentloop_servers.cli.terminal import clear_errors, store_of
+from agentloop_servers.config.service import new_run_dir
 
 MAX_NAMED = 10  # shown if a name matches several trajectories
 LIST_WIDTH = 116  # lines wrap in a narrower terminal: a narrower table would cut the ids for `show`
@@ -120,6 +122,18 @@ def find_record(store: Path | Home, name: str) -> Trajectory:
         or f"none; there are {', '.join(others) or 'none at all'}"
     )
     raise InvalidRequest(f"{name!r} means {meant}", param="trajectory")
+
+
+async def write_run(records: Sequence[Trajectory], out: Path) -> Path:
+    """Write records into a new run directory under `out`, and return it. Raises InvalidRequest."""
+    run_dir = new_run_dir(out)
+    store = TrajectoryStore(run_dir / STORE_NAME)
+    try:
+        for record in records:
+            await store.record(EncodedRecord.of(record))
+    finally:
+        await store.close()
+    return run_dir
 
 
 def record_lines(trajectory: Trajectory) -> Iterator[str]:

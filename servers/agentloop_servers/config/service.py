@@ -597,6 +597,11 @@ class ServiceConfig(ModelConfig):
         return self.entries[0].max_loras
 
     @property
+    def default_top_k(self) -> int:
+        """The `top_k` of tasks and calls without one: engines with a sampling mask require it. 0: none."""
+        return self.entries[0].sampling_mask_top_k or 0  # equal in all engine pools
+
+    @property
     def allows_adapters(self) -> bool:
         """True if a LoRA adapter may be served as the policy."""
         return self.allows_weights and self.entries[0].lora_rank is not None

@@ -40,7 +40,7 @@ def session_parts(
         parser=chat.parser,
         kv_policy=config.kv_policy,
         max_logprobs=max_logprobs(config),
-        default_top_k=config.entries[0].sampling_mask_top_k or 0,  # equal in all engine pools
+        default_top_k=config.default_top_k,
         max_context_tokens=facts.max_context_tokens,
         vocab_size=facts.vocab_size,
         can_constrain=can_constrain(config),

@@ -166,6 +166,6 @@ def worker_config(config: ServiceConfig, traces: EngineTraces | None) -> WorkerC
         turn_timeout_s=settings.turn_timeout_s,
         max_unavailable_s=settings.max_unavailable_s,
         kv_policy=config.kv_policy,
-        default_top_k=config.entries[0].sampling_mask_top_k or 0,  # equal in all engine pools
+        default_top_k=config.default_top_k,
         traces=traces,
     )

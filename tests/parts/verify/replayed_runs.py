@@ -21,7 +21,6 @@ from agentloop.types import (
     Assignment,
     GenerateRequest,
     Generation,
-    KVPolicy,
     Lease,
     RolloutTask,
     TokenPath,
@@ -74,9 +73,15 @@ class ReplayWorld:
     """Records and replays trajectories with one engine that serves the weights in `folder`."""
 
     def __init__(
-        self, engine: Engine, folder: Path = POLICY, model: Path = POLICY, tool: Tool = calculator
+        self,
+        engine: Engine,
+        folder: Path = POLICY,
+        model: Path = POLICY,
+        tool: Tool = calculator,
+        worker: WorkerConfig | None = None,
     ) -> None:
         self.engine, self.folder, self.model, self.tool = engine, folder, model, tool
+        self.worker = worker or WorkerConfig()
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -90,7 +95,7 @@ class ReplayWorld:
             renderer=renderer,
             reader=TurnReader(renderer, self.chat.parser, self.chat.name),
             toolbox=toolbox,
-            config=WorkerConfig(),
+            config=self.worker,
             max_context_tokens=self.engine.info.max_context_tokens,
             vocab_size=renderer.vocab_size,
             placer=ImagePlacer(takes_images=False),
@@ -124,7 +129,7 @@ class ReplayWorld:
             self.engine.info.max_context_tokens,
             {version: self.folder} if folders is None else folders,
             (version, self.folder),
-            KVPolicy.RECOMPUTE,
+            self.worker,
             [self.tool],
             runs_tools,
         ).run()

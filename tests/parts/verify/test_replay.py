@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -18,10 +18,20 @@ from agentloop.engine.interface import WeightUpdate
 from agentloop.plugins import resolve
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.tool import tool
+from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.testing.episode import without_ids
-from agentloop.types import KVPolicy, Message, PauseMode, RolloutGroup, RolloutTask, Trajectory, WeightVersionSpan
+from agentloop.types import (
+    KVPolicy,
+    Message,
+    PauseMode,
+    RolloutGroup,
+    RolloutTask,
+    TokenPath,
+    Trajectory,
+    WeightVersionSpan,
+)
 from agentloop_servers.cli.commands import app
 from agentloop_servers.config.service import CONFIG_NAME, ServiceConfig
 from agentloop_servers.processes.engine_parts import build_engine
@@ -60,6 +70,12 @@ async def world() -> AsyncIterator[ReplayWorld]:
     await engine.close()
 
 
+def with_the_seeds(path: TokenPath, seeds: Sequence[int | None]) -> TokenPath:
+    return replace(
+        path, turns=tuple(replace(turn, seed=seed) for turn, seed in zip(path.turns, seeds, strict=True))
+    )
+
+
 def cause(report: ReplayReport) -> tuple[int, DifferenceCause]:
     assert report.difference is not None
     return report.difference.turn, report.difference.cause
@@ -72,6 +88,24 @@ async def test_each_sample_is_replayed_to_its_end_or_to_a_turn(world: ReplayWorl
         assert await world.replay(record, TASK) == ReplayReport(3, record.num_sampled_tokens, 0.0, None)
         first = record.path.turns[0]
         assert await world.replay(record, TASK, to_turn=1) == ReplayReport(1, first.end - first.start, 0.0, None)
+
+
+async def test_a_run_with_sampling_masks_and_few_alternatives_is_replayed() -> None:
+    engine = {"kind": "simulated", "device": "cpu", "sampling_mask_top_k": 5, "max_logprobs": 2}
+    config = ServiceConfig.model_validate({"model": str(POLICY), "mode": "debug", "engine": engine})
+    simulated = build_engine(config)
+    await simulated.start()
+    try:
+        world = ReplayWorld(simulated, worker=WorkerConfig(default_top_k=5))
+        record = await world.record(TASK)
+        assert [turn.sampling.top_k for turn in record.path.turns if turn.sampling is not None] == [5] * 3
+        assert await world.replay(record, TASK) == ReplayReport(3, record.num_sampled_tokens, 0.0, None)
+        other = await world.record(replace(TASK, seed=8))
+        seeds = [turn.seed for turn in record.path.turns]
+        report = await world.replay(with_path(other, lambda path: with_the_seeds(path, seeds)), TASK)
+        assert cause(report) == (1, DifferenceCause.SEED)
+    finally:
+        await simulated.close()
 
 
 async def test_live_tools_run_again(world: ReplayWorld) -> None:
@@ -112,13 +146,7 @@ async def test_a_changed_seed_is_named_before_and_after_sampling(world: ReplayWo
     )
     # The record has the tokens of seed 8 and says that it was seed 7.
     seeds = [turn.seed for turn in record.path.turns]
-    planted = with_path(
-        other,
-        lambda path: replace(
-            path, turns=tuple(replace(turn, seed=seed) for turn, seed in zip(path.turns, seeds, strict=True))
-        ),
-    )
-    report = await world.replay(planted, TASK)
+    report = await world.replay(with_path(other, lambda path: with_the_seeds(path, seeds)), TASK)
     assert cause(report) == (1, DifferenceCause.SEED)
     assert report.difference is not None
     assert report.difference.distance == 0

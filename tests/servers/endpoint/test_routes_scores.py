@@ -148,7 +148,7 @@ async def test_alternatives_are_bounded_by_the_engines_key(tmp_path: Path) -> No
             await posted(service, path, body)
         async with RolloutClient(service.url) as client:
             [score] = await client.score([IDS], top_k=256)
-            assert [len(row) for row in score.top_logprobs] == [4] * 5, "the simulated engine has no more"
+            assert [len(row) for row in score.top_logprobs] == [4] * 5, "the simulated engine has four alternatives"
 
 
 async def test_a_long_sequence_is_scored_in_parts(client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:

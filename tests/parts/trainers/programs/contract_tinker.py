@@ -11,7 +11,7 @@ from verbs import serve
 
 
 class Sampler:
-    """A client that samples, and scores what it sampled."""
+    """A client that samples, and scores its samples."""
 
     def __init__(self, url: str, prompts: list[list[int]]) -> None:
         self.prompts = prompts
